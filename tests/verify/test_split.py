@@ -153,7 +153,7 @@ def test_a_scaled_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def finish(self: Stages) -> None:
         right(self)
-        if self.own == 1:
+        if self.place == 1:
             for parameter in self.module.parameters():
                 parameter.grad.mul_(1.001)
 
@@ -193,7 +193,7 @@ def test_a_stage_with_weights_of_its_own_is_named(monkeypatch: pytest.MonkeyPatc
 
     def init(self: Stages, *arguments: Any, **options: Any) -> None:
         right(self, *arguments, **options)
-        if self.own == 1:
+        if self.place == 1:
             with torch.no_grad():
                 for parameter in self.module.parameters():
                     parameter.normal_()

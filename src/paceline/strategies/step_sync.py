@@ -59,7 +59,7 @@ class StepSync(Protocol):
     def drain(self) -> None:
         """Wait for what is under way, before ranks meet for something else."""
 
-    def global_weights(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The weights that all replicas hold alike, which are the run's; in the place of those that a rank works on."""
 
     def global_weights_in_place(self) -> AbstractContextManager[None]:
@@ -90,8 +90,8 @@ class SyncEveryStep:
     def drain(self) -> None:
         """Nothing is under way between steps."""
 
-    def global_weights(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return held
+    def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return weights
 
     def global_weights_in_place(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -61,22 +61,23 @@ class GradientBuckets:
         parameters = {name: p for name, p in parameters.items() if name not in apart}
         self.group, self.replica, self.sparse = group, replica, SparseGradients(list(apart.values()), group)
         self.names, self.parameters = list(parameters), list(parameters.values())
-        held, self.is_part = self.parameters, [_is_distributed(p) for p in self.parameters]
-        sizes = [local_part(p).numel() * p.element_size() for p in held]
+        trained, self.is_part = self.parameters, [_is_distributed(p) for p in self.parameters]
+        sizes = [local_part(p).numel() * p.element_size() for p in trained]
         # Shards come on the stream on which they were reduced, whole gradients on that of backward: one that waits for
         # the last to come must not hold the other kind.
-        kinds = [(p.dtype, p.device, is_part) for p, is_part in zip(held, self.is_part, strict=True)]
+        kinds = [(p.dtype, p.device, is_part) for p, is_part in zip(trained, self.is_part, strict=True)]
         self.indices = assign(sizes, kinds)
-        self.buckets = [[held[index] for index in bucket] for bucket in self.indices]
+        self.buckets = [[trained[index] for index in bucket] for bucket in self.indices]
         self.bucket_of = {index: number for number, bucket in enumerate(self.indices) for index in bucket}
         self.reduction = reduce_buckets([[local_part(p) for p in bucket] for bucket in self.buckets], group,
                                         compress=compress)
         self.memory = self.reduction.memory
         of_index = {index: view for indices, bucket, flat in zip(self.indices, self.buckets, self.memory, strict=True)
                     for index, view in zip(indices, views(bucket, flat), strict=True)}
-        self.views = [of_index[index] for index in range(len(held))]
-        self.whole = [(p, view) for p, view, is_part in zip(held, self.views, self.is_part, strict=True) if not is_part]
-        self.parts = [(p, view) for p, view, is_part in zip(held, self.views, self.is_part, strict=True) if is_part]
+        self.views = [of_index[index] for index in range(len(trained))]
+        placed = list(zip(trained, self.views, self.is_part, strict=True))
+        self.whole = [(p, view) for p, view, is_part in placed if not is_part]
+        self.parts = [(p, view) for p, view, is_part in placed if is_part]
         self.missing = [len(bucket) for bucket in self.buckets]
         self.arrivals = GradientArrivals(self.names.__getitem__, lambda index: not self.missing[self.bucket_of[index]])
         self.started = 0
@@ -85,7 +86,7 @@ class GradientBuckets:
         self.filled = ([torch.cuda.Event() for _ in self.buckets]
                        if self.whole and self.parts and self.memory[0].is_cuda else [])
         self.copies = self.reduction.overlaps and all(flat.device.type != "cpu" for flat in self.memory)
-        for index, parameter in enumerate(held):
+        for index, parameter in enumerate(trained):
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
 
     def begin(self, *, last: bool) -> None:

@@ -190,8 +190,8 @@ class OuterSync:
             self.fragments[self.transfer.fragment].reduction.finish()
             self.transfer.landed = True
 
-    def global_weights(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return {**held, **{name: tensor for fragment in self.fragments for name, tensor in fragment.outer.items()}}
+    def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {**weights, **{name: tensor for fragment in self.fragments for name, tensor in fragment.outer.items()}}
 
     @contextmanager
     def global_weights_in_place(self) -> Iterator[None]:

@@ -63,11 +63,11 @@ def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float, f
     tied_stride = (num_ranks - 1) * (plan.world_size // num_ranks)
     for place in range(num_ranks):
         stages = stages_of(place, num_ranks=num_ranks, virtual=virtual)
-        own, spans = _part(profile, tuple(runs[stage] for stage in stages),
+        part, spans = _part(profile, tuple(runs[stage] for stage in stages),
                            halves=2 if splits_backward(plan) else 1)
-        tied = [p for p in own.parameters if len(homes.get(p.name, ())) > 1]
+        tied = [p for p in part.parameters if len(homes.get(p.name, ())) > 1]
         yield RankCost(
-            own, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, sent)
+            part, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, sent)
                   for stage, span in zip(stages, spans, strict=True)},
             orders[place], batch_bytes=batch_bytes,
             tied_bytes=sum(p.gradient_bytes for p in tied) / plan.axes.tensor,

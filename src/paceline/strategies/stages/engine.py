@@ -101,13 +101,13 @@ class Links:
     NCCL carries out what a group was asked for between two ranks one after the other: ranks that both wait for the
     other's message before they send would wait for ever. So each direction has a group.
 
-    ranks: of the axis. own: this rank's place among them. ahead, back: groups for messages to later and to earlier
+    ranks: of the axis. place: this rank's place among them. ahead, back: groups for messages to later and to earlier
     places.
     """
 
-    def __init__(self, ranks: Sequence[int], own: int, device: torch.device, *, ahead: dist.ProcessGroup | None,
+    def __init__(self, ranks: Sequence[int], place: int, device: torch.device, *, ahead: dist.ProcessGroup | None,
                  back: dist.ProcessGroup | None) -> None:
-        self.ranks, self.own, self.device, self.ahead, self.back = ranks, own, device, ahead, back
+        self.ranks, self.place, self.device, self.ahead, self.back = ranks, place, device, ahead, back
         self.expected: dict[int, Iterator[tuple[PeerMessage, Value]]] = {}
         self.posted: dict[tuple[int, PeerMessage], tuple[dist.Work, torch.Tensor]] = {}
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
@@ -119,7 +119,7 @@ class Links:
     def send(self, tensor: torch.Tensor, to: int) -> None:
         tensor = tensor.detach().contiguous()
         self.sent = [(work, tensor_sent) for work, tensor_sent in self.sent if not work.is_completed()]
-        work = dist.isend(tensor, self.ranks[to], group=self.ahead if to > self.own else self.back)
+        work = dist.isend(tensor, self.ranks[to], group=self.ahead if to > self.place else self.back)
         assert work is not None
         self.sent.append((work, tensor))
 
@@ -128,7 +128,7 @@ class Links:
         while (source, message) not in self.posted:
             coming, value = next(self.expected[source])
             buffer = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-            work = dist.irecv(buffer, self.ranks[source], group=self.ahead if source < self.own else self.back)
+            work = dist.irecv(buffer, self.ranks[source], group=self.ahead if source < self.place else self.back)
             assert work is not None
             self.posted[source, coming] = (work, buffer)
 
@@ -185,7 +185,7 @@ class Engine:
         """
         orders = [[action for action in order if action.microbatch in staged] for order in self.orders]
         self._begin(orders, staged)
-        order = orders[self.links.own]
+        order = orders[self.links.place]
         for position, action in enumerate(order):
             for coming in order[position:position + 2]:
                 self._post(coming, staged[coming.microbatch])
@@ -201,7 +201,7 @@ class Engine:
 
     def run_forward(self, staged: Staged, inputs: Mapping[str, torch.Tensor]) -> Any:
         """The model's output for one batch, on the rank of the last stage; None on others."""
-        place, output = self.links.own, None
+        place, output = self.links.place, None
         self.links.expect({rank: [(PeerMessage(value.name, 0), value) for stage in staged.stages if stage.rank == rank
                                   for value in stage.outputs if place in self._takers(staged, value.name)]
                            for rank in range(len(self.links.ranks)) if rank != place})
@@ -218,7 +218,7 @@ class Engine:
         return output
 
     def _begin(self, orders: Sequence[Sequence[Action]], staged: Mapping[int, Staged]) -> None:
-        place = self.links.own
+        place = self.links.place
         self.links.expect({rank: list(self._messages(orders[rank], staged, to=place, rank=rank))
                            for rank in range(len(orders)) if rank != place})
         self._received, self._uses, self._gradients, self._flights = {}, {}, {}, {}
@@ -243,7 +243,7 @@ class Engine:
 
     def _post(self, action: Action, staged: Staged) -> None:
         """Be ready for what other ranks send for an action."""
-        place, stage, number = self.links.own, staged.stages[action.stage], action.microbatch
+        place, stage, number = self.links.place, staged.stages[action.stage], action.microbatch
         if action.kind == "F":
             for value in stage.inputs:
                 home = staged.stages[staged.producer[value.name]].rank
@@ -265,7 +265,7 @@ class Engine:
         return self._received[key] if self._uses[key] else self._received.pop(key)
 
     def _keep(self, staged: Staged, name: str, number: int, tensor: torch.Tensor) -> None:
-        uses = sum(staged.stages[k].rank == self.links.own for k in staged.consumers[name])
+        uses = sum(staged.stages[k].rank == self.links.place for k in staged.consumers[name])
         if uses:
             self._received[name, number], self._uses[name, number] = tensor.detach(), uses
 
@@ -343,7 +343,7 @@ class Engine:
 
     def _gradient(self, staged: Staged, value: Value, number: int, consumer: int) -> torch.Tensor | None:
         home, message = staged.stages[consumer].rank, PeerMessage(value.name, number, consumer)
-        if home == self.links.own:
+        if home == self.links.place:
             return self._gradients.pop(message)
         return self.links.receive(message, home)
 
@@ -354,7 +354,7 @@ class Engine:
             if not value.differentiable:
                 continue
             home, gradient = staged.stages[staged.producer[value.name]].rank, flight.inputs[value.name].grad
-            if home == self.links.own:
+            if home == self.links.place:
                 self._gradients[PeerMessage(value.name, number, stage.number)] = gradient
             else:
                 self.links.send(torch.zeros(value.shape, dtype=value.dtype, device=self.links.device)

@@ -76,10 +76,10 @@ def _less(figure: Affine, output: Affine, times: int) -> Affine:
 
 def _line(first: Segment, second: Segment) -> Segment:
     """Figures that grow with the samples, as accelerators take them: what waits for memory is one figure."""
-    def work(one: Work) -> Work:
-        moved, functions = one.moved_bytes, one.function_bytes
-        return Work(one.flops, operators=one.operators, products=_cut_products(one.products), function_bytes=Affine(
-            moved.fixed + functions.fixed, moved.per_sample + functions.per_sample))
+    def work(apart: Work) -> Work:
+        moved, functions = apart.moved_bytes, apart.function_bytes
+        return Work(apart.flops, operators=apart.operators, products=_cut_products(apart.products),
+                    function_bytes=Affine(moved.fixed + functions.fixed, moved.per_sample + functions.per_sample))
 
     line = Segment.through(first, second, samples=SAMPLES)
     return replace(line, forward=work(line.forward), backward=work(line.backward),

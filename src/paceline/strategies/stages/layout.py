@@ -162,7 +162,7 @@ class Stages:
         self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
         self.groups = {members: _group(mesh, axis, members) for members in
                        sorted({tuple(at) for _, at in self.ties})}
-        self.own, self.sparse = place, sparsely_trained(template)
+        self.place, self.sparse = place, sparsely_trained(template)
         self.extents: dict[str, Extent] = {}
 
     def let_go(self) -> None:
@@ -203,7 +203,7 @@ class Stages:
         """Sum the gradients of parameters that several stages use over their ranks. Collective over those."""
         parameters = dict(self.module.named_parameters()) if self.ties else {}
         for name, members in self.ties:
-            if self.own not in members:
+            if self.place not in members:
                 continue
             parameter, group = parameters[name], self.groups[tuple(members)]
             assert group is not None, "this rank is a member"

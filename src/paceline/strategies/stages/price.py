@@ -148,11 +148,11 @@ class SplitJob:
             batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches), action_s=ACTION_S,
             tied_bytes=sum(sizes[name].gradient_bytes for name in parameters if self._ranks_of(assignment, name) > 1))
 
-    def _profile(self, held: Mapping[str, Parameter], segments: tuple[Segment, ...],
+    def _profile(self, sizes: Mapping[str, Parameter], segments: tuple[Segment, ...],
                  unit_of: Mapping[str, str]) -> Profile:
         """The whole model's profile with this rank's parameters and segments alone."""
         whole = self.whole
-        parameters = tuple(replace(p, unit=unit_of.get(name, "")) for name, p in held.items())
+        parameters = tuple(replace(p, unit=unit_of.get(name, "")) for name, p in sizes.items())
         trained, of = (sum(p.gradient_bytes for p in listed) for listed in (parameters, whole.parameters))
         largest, of_all = (max((p.gradient_bytes for p in listed), default=0)
                            for listed in (parameters, whole.parameters))

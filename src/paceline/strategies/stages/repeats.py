@@ -63,8 +63,8 @@ class RepeatedBlocks(OpaqueModules):
         try:
             yield
         finally:
-            for unit, held in self._emptied.values():
-                vars(unit).update(held)
+            for unit, contents in self._emptied.values():
+                vars(unit).update(contents)
             self._emptied.clear()
 
     def _looking_into(self, path: str) -> None:
@@ -73,9 +73,9 @@ class RepeatedBlocks(OpaqueModules):
 
     def _recorded(self, path: str, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, spec = pytree.tree_flatten((args, kwargs))
-        fresh = [one for one in run.made or () if isinstance(one, BlockOutput) and one.source < 0]
+        fresh = [output for output in run.made or () if isinstance(output, BlockOutput) and output.source < 0]
         outputs = Outputs(pytree.tree_structure([0] * len(fresh)),
-                          tuple(GrowingShape(one.shape, (0,) * len(one.shape), one.dtype) for one in fresh))
+                          tuple(GrowingShape(output.shape, (0,) * len(output.shape), output.dtype) for output in fresh))
         call = ModuleCall(
             path, module, spec, {i: leaf for i, leaf in enumerate(given) if not isinstance(leaf, torch.Tensor)},
             outputs, 0, torch.is_grad_enabled(), *self._names[path])

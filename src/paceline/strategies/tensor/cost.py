@@ -103,9 +103,10 @@ def enter(step: Step) -> Hooks:
 
     def exchanges(cut: TensorCut, samples: float, *, ahead: bool) -> Iterable[Event]:
         if cut.counted is not None:
-            for one in cut.counted[0 if ahead else 1]:
-                is_scattered = one.kind == "reduce_scatter"
-                yield sent(reduce_scatter_on(step.device_kind) if is_scattered else one.kind, one.num_bytes, 1)
+            for exchange in cut.counted[0 if ahead else 1]:
+                is_scattered = exchange.kind == "reduce_scatter"
+                kind = reduce_scatter_on(step.device_kind) if is_scattered else exchange.kind
+                yield sent(kind, exchange.num_bytes, 1)
         elif times := cut.forward_exchanges if ahead else cut.backward_exchanges:
             yield sent("all_reduce", cut.exchanged_bytes.at(samples), times)
 

@@ -182,11 +182,11 @@ class Exchanges:
         if work is not None:
             work.wait()
 
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        _gather(whole, own, group=self.group)
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        _gather(whole, part, group=self.group)
 
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> None:
-        _scatter(own, whole, group=self.group)
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        _scatter(part, whole, group=self.group)
 
     def all_to_all(self, taken: torch.Tensor, given: torch.Tensor) -> None:
         dist.all_to_all_single(taken, given, group=self.group)

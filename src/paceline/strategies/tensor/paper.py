@@ -43,10 +43,10 @@ class Counted(Exchanges):
     def all_reduce(self, x: torch.Tensor) -> None:
         self.sent.append(Exchange("all_reduce", _num_bytes(x)))
 
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         self.sent.append(Exchange("all_gather", _num_bytes(whole)))
 
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> None:
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         self.sent.append(Exchange("reduce_scatter", _num_bytes(whole)))
 
     def all_to_all(self, taken: torch.Tensor, given: torch.Tensor) -> None:
@@ -64,18 +64,18 @@ def split_on_paper(capture: Capture, tensors: Mapping[str, torch.Tensor], buffer
     return derive(capture, tensors, buffers, inputs, PaperMesh(ranks), tried=_recorded, **options)
 
 
-def _recorded(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tensor], given: list[torch.Tensor],
+def _recorded(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.Tensor], given: list[torch.Tensor],
               trained: list[bool]) -> tuple[list[torch.Tensor], str | None]:
     """See `Tried`: a piece that can be recorded can be split."""
     with torch.no_grad():
-        outputs = list(run.piece.run(*held, *buffers, *given))
+        outputs = list(run.piece.run(*weights, *buffers, *given))
     leaves = [t.detach().requires_grad_(t.is_floating_point() and wanted)
-              for t, wanted in zip((*held, *given), (*[True] * len(held), *trained), strict=True)]
+              for t, wanted in zip((*weights, *given), (*[True] * len(weights), *trained), strict=True)]
     reason = None
     try:
         with torch.enable_grad():
             for _ in range(2):  # a weight may be cut after something took it whole
-                run.recorded([*leaves[:len(held)], *buffers, *leaves[len(held):]])
+                run.recorded([*leaves[:len(weights)], *buffers, *leaves[len(weights):]])
     except Exception as error:
         reason = f"it can't run in parts: {type(error).__name__}: {error}"
     cuts = any(name in run.cuts for name in run.piece.parameters)

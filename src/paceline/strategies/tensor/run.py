@@ -125,18 +125,18 @@ def _part_of_sequence(value: Value, ranks: int) -> Value:
     return replace(value, shape=(samples, length // ranks, features))
 
 
-def _distributed(own: torch.Tensor, mesh: DeviceMesh, cut: Cut, device: torch.device) -> torch.Tensor:
+def _distributed(part: torch.Tensor, mesh: DeviceMesh, cut: Cut, device: torch.device) -> torch.Tensor:
     """A DTensor with a copy of this rank's part on a device, which need not be one of the mesh's."""
     from torch.distributed.tensor import DTensor
 
     if device.type == mesh.device_type:
-        local = own.to(device, copy=True, memory_format=torch.contiguous_format)
+        local = part.to(device, copy=True, memory_format=torch.contiguous_format)
         return DTensor.from_local(local, mesh, [cut.placement()], run_check=False)
     # `from_local` would bring it to the mesh's devices, unless it is on none.
-    shape = DTensor.from_local(own.to("meta"), mesh, [cut.placement()], run_check=False)
+    shape = DTensor.from_local(part.to("meta"), mesh, [cut.placement()], run_check=False)
     with torch.no_grad():
         distributed = cast(DTensor, torch.empty_like(shape, device=device, memory_format=torch.contiguous_format))
-        distributed.to_local().copy_(own)
+        distributed.to_local().copy_(part)
     return distributed
 
 
@@ -231,12 +231,12 @@ def _ways(rules: CutRules, piece: Piece, *, with_sequence: bool) -> list[dict[st
             for followed in asked for sequence in ((True, False) if with_sequence else (False,))]
 
 
-def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tensor],
+def _compare(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.Tensor],
              given: list[torch.Tensor], trained: list[bool]) -> tuple[list[torch.Tensor], str | None]:
     """The whole piece's outputs, and why it can't be split; None if it can, "" if nothing in it was cut. Collective."""
     before = [buffer.clone() for buffer in buffers]
     with WithoutRandomness():  # parts of a layer draw for themselves
-        expected, expected_grads = _outputs_and_gradients(run.piece.run, held, buffers, given, trained)
+        expected, expected_grads = _outputs_and_gradients(run.piece.run, weights, buffers, given, trained)
     expected_buffers = [buffer.clone() for buffer in buffers]
     for buffer, value in zip(buffers, before, strict=True):
         buffer.copy_(value)
@@ -245,7 +245,7 @@ def _compare(run: SplitPiece, held: list[torch.Tensor], buffers: list[torch.Tens
     reason = None
     try:
         with WithoutRandomness():
-            outputs, grads = _outputs_and_gradients(run, held, buffers, given, trained)
+            outputs, grads = _outputs_and_gradients(run, weights, buffers, given, trained)
     except Exception as error:
         reason = f"it can't run in parts: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     cuts = any(name in run.cuts for name in run.piece.parameters)
@@ -266,16 +266,16 @@ def _agreed(fine: bool, mesh: DeviceMesh) -> bool:
     return bool(flag)
 
 
-def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], held: Iterable[torch.Tensor],
+def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], parameters: Iterable[torch.Tensor],
                            buffers: list[torch.Tensor], given: Iterable[torch.Tensor],
                            trained: list[bool]) -> tuple[Any, Any]:
     """What a piece gives, and the gradients of a fixed mixture of its outputs with respect to weights and inputs.
 
     trained: of each input whether it depends on weights.
     """
-    count = len(list(held))
+    count = len(list(parameters))
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point() and wanted)
-              for t, wanted in zip((*held, *given), (*[True] * count, *trained), strict=True)]
+              for t, wanted in zip((*parameters, *given), (*[True] * count, *trained), strict=True)]
     with torch.enable_grad():
         outputs = run(*leaves[:count], *buffers, *(leaf.clone() for leaf in leaves[count:]))  # may be edited in place
         weights = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device) for out in outputs]
