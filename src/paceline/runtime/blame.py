@@ -55,12 +55,12 @@ def note_sample(error: Exception, criterion: Callable[[Any, Any], Any], output: 
                                             for tensor in (*outputs, *targets)):
         return
     for place in range(samples):
-        def one(tensor: torch.Tensor, place: int = place) -> torch.Tensor:
+        def sample(tensor: torch.Tensor, place: int = place) -> torch.Tensor:
             return tensor[place:place + 1]
 
         try:
             with torch.no_grad():
-                criterion(map_tensors(one, output), map_tensors(one, target))
+                criterion(map_tensors(sample, output), map_tensors(sample, target))
         except Exception as alone:
             if type(alone) is type(error):
                 shown = f": its target is {target[place].item()}" if (

@@ -12,15 +12,15 @@ from paceline.strategies.mesh import local_part
 
 
 @torch.no_grad()
-def follow(followers: Mapping[str, FollowerModel], held: Mapping[str, torch.Tensor],
+def follow(followers: Mapping[str, FollowerModel], parameters: Mapping[str, torch.Tensor],
            buffers: Mapping[str, torch.Tensor], step: int) -> None:
     """Move every follower that moves after `step`, counted from 1. No collective: a rank holds of a follower what it
     holds of its source.
 
-    held, buffers: of all models, by name.
+    parameters, buffers: of all models, by name.
     """
-    for mine, source in followed(followers, held, step).items():
-        _move(held[mine], held[source], followers[mine.partition(".")[0]].momentum_after(step - 1))
+    for mine, source in followed(followers, parameters, step).items():
+        _move(parameters[mine], parameters[source], followers[mine.partition(".")[0]].momentum_after(step - 1))
     for mine, source in followed(followers, buffers, step).items():
         buffers[mine].copy_(buffers[source])
 
@@ -42,14 +42,14 @@ def _move(follower: torch.Tensor, source: torch.Tensor, momentum: float) -> None
         mine.copy_(theirs)
 
 
-def refuse_apart(followers: Mapping[str, FollowerModel], held: Mapping[str, torch.Tensor]) -> None:
+def refuse_apart(followers: Mapping[str, FollowerModel], parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuse a plan that puts a follower's weights on other ranks than its source's.
 
     Raises:
         PlanRefused: names the first of them.
     """
-    for mine, source in followed(followers, held).items():
-        theirs = held.get(source)
-        if theirs is None or local_part(theirs).shape != local_part(held[mine]).shape:
+    for mine, source in followed(followers, parameters).items():
+        theirs = parameters.get(source)
+        if theirs is None or local_part(theirs).shape != local_part(parameters[mine]).shape:
             raise PlanRefused(f"this plan puts '{mine}' and what it follows on different ranks",
                               hint="a data=N, shard=N or tensor=N plan")

@@ -192,14 +192,14 @@ def _other_names(missing: list[str], unknown: list[str]) -> JobError:
     return JobError("init: " + ("; ".join(_in_words(missing, unknown)) or "it has no weights"), hint=hint)
 
 
-def load_initial(init: Weights, model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter],
+def load_initial(init: Weights, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter],
                  extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
     """Put initial weights in the place of the seed's, in the model's own dtypes.
 
     Each rank reads the parts of parameters that it holds, at most `MOST_BYTES` at a time, and all buffers.
 
     Args:
-        model: With every parameter's name and shape. held: Those that this rank holds.
+        model: With every parameter's name and shape. parameters: Those that this rank holds.
         extents: Where those lie that are a part of a tensor, as plain tensors.
 
     Raises:
@@ -208,7 +208,7 @@ def load_initial(init: Weights, model: torch.nn.Module, held: Mapping[str, torch
     source = source_of(init)
     chosen = matched(init, source.shapes, model)
     with torch.no_grad():
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             if key := chosen.get(f"parameters/{name}"):
                 for piece in pieces_of(name, parameter, extents.get(name)):
                     _fill(piece, lambda region, key=key: source.read(key, region))  # type: ignore[misc]

@@ -231,10 +231,11 @@ def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     return together, parts
 
 
-def load_models(job: Job, models: nn.Module, held: Mapping[str, nn.Parameter], extents: Mapping[str, Extent]) -> None:
+def load_models(job: Job, models: nn.Module, parameters: Mapping[str, nn.Parameter],
+                extents: Mapping[str, Extent]) -> None:
     """Put the weights that the job gives for some models in the place of the seed's, also in what follows them.
 
-    held: Parameters that this rank holds, of all models. extents: As for `load_initial`.
+    parameters: Those that this rank holds, of all models. extents: As for `load_initial`.
 
     Raises:
         JobError: there are none for a model, or their names or shapes are not its own.
@@ -243,7 +244,7 @@ def load_models(job: Job, models: nn.Module, held: Mapping[str, nn.Parameter], e
         init, prefix = init_of(job, name), f"{name}."
         if init is None:
             continue
-        of_model = {key.removeprefix(prefix): p for key, p in held.items() if key.startswith(prefix)}
+        of_model = {key.removeprefix(prefix): p for key, p in parameters.items() if key.startswith(prefix)}
         try:
             load_initial(init, models.get_submodule(name), of_model,
                          {key: extents[prefix + key] for key in of_model if prefix + key in extents})

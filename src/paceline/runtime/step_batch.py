@@ -85,12 +85,12 @@ class GatheredBatch(StepBatch):
     """The batch of all samples of a step, wherever they are. Input and target are gathered when they are asked for,
     which every rank must do.
 
-    gather: of a value with rows of `own`, the rows of all.
+    gather: of a value with rows of `batch`, the rows of all.
     """
 
-    def __init__(self, own: StepBatch, gather: Callable[[Any], Any], samples: int) -> None:
+    def __init__(self, batch: StepBatch, gather: Callable[[Any], Any], samples: int) -> None:
         super().__init__([MicroBatch(None, None, samples)])
-        self._own, self._gather = own, gather
+        self._own, self._gather = batch, gather
 
     @cached_property
     def input(self) -> Any:

@@ -155,7 +155,7 @@ class WindowDraws(TorchDispatchMode):
                 return full
             return value
 
-        def own(value: Any) -> Any:
+        def rows(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             for given, full in written:
@@ -167,7 +167,7 @@ class WindowDraws(TorchDispatchMode):
         sized = [[self.count, *argument[1:]] if _is_size(argument) and argument[0] == self.rows else argument
                  for argument in args]
         drawn = func(*tree_map(whole, sized), **tree_map(whole, kwargs))
-        return tree_map(own, drawn) if written or sized != list(args) else drawn
+        return tree_map(rows, drawn) if written or sized != list(args) else drawn
 
 
 def _is_size(argument: Any) -> bool:

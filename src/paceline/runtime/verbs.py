@@ -145,17 +145,17 @@ class Verbs:
         with self.draws.paused(), torch.no_grad():
             return map_tensors(self._gathered, value.input if isinstance(value, StepBatch) else value)
 
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
-        if not own.ndim or len(own) != len(self.batch):
-            raise TrainingError(f"ctx.gather is given a tensor of shape {tuple(own.shape)}, and the batch has "
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        if not rows.ndim or len(rows) != len(self.batch):
+            raise TrainingError(f"ctx.gather is given a tensor of shape {tuple(rows.shape)}, and the batch has "
                                 f"{len(self.batch)} samples along dim 0", hint="give it tensors with a row a sample")
         if self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1:
-            return own.detach().clone()
-        flags = own.dtype is torch.bool  # have no sum
-        everyone = torch.zeros(self.window.count, *own.shape[1:], dtype=torch.uint8 if flags else own.dtype,
+            return rows.detach().clone()
+        flags = rows.dtype is torch.bool  # have no sum
+        everyone = torch.zeros(self.window.count, *rows.shape[1:], dtype=torch.uint8 if flags else rows.dtype,
                                device=self.stepper.device)
         if self.stepper.mesh.is_first_of_same_samples and any(piece.samples for piece in self.batch.pieces):
-            everyone[self.first:self.first + len(own)] = own
+            everyone[self.first:self.first + len(rows)] = rows
         met = self.stepper.step_sync.all_reduce_figures(everyone.flatten()).view_as(everyone)
         return met.bool() if flags else met
 
@@ -257,10 +257,10 @@ class Verbs:
         if not isinstance(part.layout, Whole):
             raise PlanRefused(f"a loss over all samples runs '{part.name}' twice, and this plan splits each model over "
                               "ranks by itself", hint="a data=N or shard=N plan")
-        own = self._run_first(part, inputs)
+        output = self._run_first(part, inputs)
         leaves: list[torch.Tensor] = []
         with self.draws.paused():
-            everyone = map_tensors(lambda tensor: self._leaf(tensor, leaves), own)
+            everyone = map_tensors(lambda tensor: self._leaf(tensor, leaves), output)
             samples = len(self.batch) if self.stepper.step_sync.has_own_steps else self.window.count
             batch = GatheredBatch(self.batch, lambda value: map_tensors(self._gathered, value), samples)
             others = [map_tensors(self._gathered, each.input if isinstance(each, StepBatch) else each) for each in more]
@@ -286,10 +286,10 @@ class Verbs:
                 buffer.copy_(value)
         return output
 
-    def _leaf(self, own: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
+    def _leaf(self, rows: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
         """An output of all samples, to take a gradient at."""
         with torch.no_grad():
-            everyone = self._gathered(own)
+            everyone = self._gathered(rows)
         if everyone.is_floating_point():
             if everyone.dtype is torch.float16:  # whose slopes may be too small for it
                 everyone = everyone.float()
@@ -299,16 +299,16 @@ class Verbs:
     def _weighted(self, name: str, used: list[int], samples: int, value: torch.Tensor, output: Any, batch: Any,
                   slopes: tuple[torch.Tensor, ...], known: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The outputs, weighted by their slopes, as a number that is the value of the loss."""
-        found: list[torch.Tensor] = []
-        map_tensors(lambda tensor: found.append(tensor) if tensor.is_floating_point() else None, output)
+        outputs: list[torch.Tensor] = []
+        map_tensors(lambda tensor: outputs.append(tensor) if tensor.is_floating_point() else None, output)
         product = value.new_zeros(())
         for number, slope, before in zip(used, slopes, known, strict=True):
-            if self.is_first and not _is_alike(found[number].detach(), before):
+            if self.is_first and not _is_alike(outputs[number].detach(), before):
                 raise TrainingError(f"'{name}' gives another output when it is run again, and a loss over all samples "
                                     "runs it twice in a step",
                                     hint="keep what changes with a forward in buffers, and draw from torch's, NumPy's "
                                          "or Python's own generators")
-            product = product + (found[number] * slope).sum() * (samples / len(slope))
+            product = product + (outputs[number] * slope).sum() * (samples / len(slope))
         return product - product.detach() + value
 
     def _batches(self, name: str, inputs: Any, more: tuple[Any, ...]) -> list[MicroBatch]:
@@ -335,9 +335,9 @@ class Verbs:
     def _bring_together(self, parts: list[ModelPart], work: _Work) -> None:
         """Reduce the gradients of a loss, and divide them by what it counts. Collective."""
         stepper, names = self.stepper, tuple(part.name for part in parts)
-        held, trainable = self._of(names), [n for n in stepper.trainable if n.partition(".")[0] in names]
+        parameters, trainable = self._of(names), [n for n in stepper.trainable if n.partition(".")[0] in names]
         unused = set().union(*(s.unused() for part in parts for s in part.synchronisers))
-        used = {name for name, p in held.items() if p.grad is not None and name not in unused}
+        used = {name for name, p in parameters.items() if p.grad is not None and name not in unused}
         self.beat("reduce")
         for part in reversed(parts):
             for synchroniser in reversed(part.synchronisers):
@@ -347,20 +347,20 @@ class Verbs:
         figures = stepper.step_sync.all_reduce_figures(
             stepper.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable))
         self.agreed.append(agreed := _Agreed(figures, trainable, work.tallies))
-        frozen = held.keys() & self.frozen
+        frozen = parameters.keys() & self.frozen
         if stepper.step_sync.has_own_steps and not any(batch.samples for batch in work.batches):
             used = set()  # the update changes nothing here
-            self.let_go |= held.keys()
-        unused_here = held.keys() - used - frozen
+            self.let_go |= parameters.keys()
+        unused_here = parameters.keys() - used - frozen
         if self.may_edit or (unused_here and stepper.step_sync.world_size > 1):
             (*_, is_edited, is_unknown), users = self._users_of(agreed)
             unused_here = {name for name in unused_here if not users[name]}
         for name in unused_here | frozen:
-            held[name].grad = None
-        self.waiting |= held.keys() - unused_here - frozen
-        self.let_go |= set(trainable) - held.keys() | frozen
+            parameters[name].grad = None
+        self.waiting |= parameters.keys() - unused_here - frozen
+        self.let_go |= set(trainable) - parameters.keys() | frozen
         if stepper.step_sync.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
-            stepper.scale_gradients(torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), held)
+            stepper.scale_gradients(torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), parameters)
         if self.may_edit and is_edited:
             stepper.edits.merge(stepper.mesh.group("replicas"), news=bool(is_unknown), step=self.step)
         self.trained.update(names)
@@ -459,9 +459,9 @@ class Verbs:
                     synchroniser.collect(on=True)  # type: ignore[attr-defined]
 
 
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_alike(again: torch.Tensor, other: torch.Tensor) -> bool:
     """Up to what kernels that do not repeat themselves to the bit may differ by."""
-    return bool((one - other).abs().amax() <= 0.02 * other.abs().amax()) if one.numel() else True
+    return bool((again - other).abs().amax() <= 0.02 * other.abs().amax()) if again.numel() else True
 
 
 @dataclass

@@ -24,7 +24,7 @@ def whole_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     names = sorted(name for name in checkpoint.tensors if name.startswith(_OF_MODEL))
     check_fits((checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in names)
     tensors = {name: checkpoint.read(name) for name in names}
-    return {own: tensors[stored] for own, stored in own_names(checkpoint).items()}
+    return {name: tensors[stored] for name, stored in own_names(checkpoint).items()}
 
 
 def own_names(checkpoint: Checkpoint) -> dict[str, str]:

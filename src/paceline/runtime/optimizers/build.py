@@ -214,14 +214,14 @@ def _weights_of_loss(loss: Any, of_model: Collection[str]) -> dict[str, torch.nn
 
     of_model: the names of the model's own. A module that has just these is the model, of which a rank may hold a part.
     """
-    held = [loss, getattr(loss, "__self__", None)]
+    reached = [loss, getattr(loss, "__self__", None)]
     if isinstance(loss, partial):
-        held += [loss.func, *loss.args, *loss.keywords.values()]
+        reached += [loss.func, *loss.args, *loss.keywords.values()]
     if hasattr(loss, "__code__"):
         around = inspect.getclosurevars(loss)
-        held += [*around.nonlocals.values(), *around.globals.values()]
+        reached += [*around.nonlocals.values(), *around.globals.values()]
     trainable = [{name: p for name, p in module.named_parameters() if p.requires_grad}
-                 for module in held if isinstance(module, torch.nn.Module)]
+                 for module in reached if isinstance(module, torch.nn.Module)]
     return {name: p for of_module in trainable if of_module.keys() != set(of_model) for name, p in of_module.items()}
 
 

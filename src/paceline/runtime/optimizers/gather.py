@@ -178,8 +178,8 @@ def _tensor(name: str, like: torch.Tensor, owner: int, regions: Sequence[tuple[R
     first: dict[tuple[Region, ...], int] = {}
     for place in order:
         first.setdefault(regions[place], place)
-    return _Tensor(name, like.dtype, like.numel(), owner, {place: own for own, place in first.items()},
-                   tuple(first[own] for own in regions))
+    return _Tensor(name, like.dtype, like.numel(), owner, {place: region for region, place in first.items()},
+                   tuple(first[region] for region in regions))
 
 
 def _flat_parts(whole: torch.Tensor, regions: Iterable[Region]) -> torch.Tensor:

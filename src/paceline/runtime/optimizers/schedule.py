@@ -75,11 +75,11 @@ def refuse_waiting(job: Job, schedules: Iterable[tuple[Any, Any]]) -> None:
     Raises:
         JobError: one waits for an evaluation, and the job has none, or would be given a metric that it ignores.
     """
-    for one, build in schedules:
-        if isinstance(build, Monitored) and not waits_for_metric(one):
-            raise JobError(f"lr_schedule monitors '{build.metric}', and a {type(one).__name__} takes no metric",
+    for schedule, build in schedules:
+        if isinstance(build, Monitored) and not waits_for_metric(schedule):
+            raise JobError(f"lr_schedule monitors '{build.metric}', and a {type(schedule).__name__} takes no metric",
                            hint="pl.monitored is for ReduceLROnPlateau; give the function itself")
-        if waits_for_metric(one) and (job.validation is None or job.num_samples is None):
+        if waits_for_metric(schedule) and (job.validation is None or job.num_samples is None):
             raise JobError("ReduceLROnPlateau waits for a figure of each epoch's evaluation, and "
                            + ("there is no validation data" if job.validation is None else
                               "a stream has no known epochs"),
@@ -92,14 +92,14 @@ def refuse_waiting(job: Job, schedules: Iterable[tuple[Any, Any]]) -> None:
 def _each(schedule: Any, job: Job) -> list[tuple[Any, Any]]:
     """A job's schedules, each with the function that builds it."""
     if isinstance(schedule, NamedSchedules):
-        return [(one, spec(job.optimizers[name]).lr_schedule) for name, one in schedule.schedules.items()]
+        return [(built, spec(job.optimizers[name]).lr_schedule) for name, built in schedule.schedules.items()]
     return [(schedule, job.lr_schedule)]
 
 
 def _waiting(schedule: Any, job: Job) -> list[tuple[Any, str]]:
     """Schedules that are stepped by evaluations, each with the name of its figure."""
-    return [(one, build.metric if isinstance(build, Monitored) else VALIDATION_LOSS)
-            for one, build in _each(schedule, job) if waits_for_metric(one)]
+    return [(waiting, build.metric if isinstance(build, Monitored) else VALIDATION_LOSS)
+            for waiting, build in _each(schedule, job) if waits_for_metric(waiting)]
 
 
 def _no_such_metric(metric: str, known: Iterable[str]) -> JobError:
