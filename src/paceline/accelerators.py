@@ -90,8 +90,8 @@ def cards() -> tuple[nvml.Card | None, ...]:
 
 def identity() -> str:
     """What figures that were measured on the GPUs depend on: their names, the driver, and how they are wired."""
-    wires = [topology.between(one, other) if one is not None and other is not None else None
-             for number, one in enumerate(cards()) for other in cards()[:number]]
+    wires = [topology.between(card, other) if card is not None and other is not None else None
+             for number, card in enumerate(cards()) for other in cards()[:number]]
     names = [name for name, _ in gpus()]
     return f"{names} driver {driver_version()} wires {[wire and wire.name for wire in wires]}"
 
@@ -151,7 +151,7 @@ def unused() -> str | None:
 def _why_not(maker: Maker) -> Unusable | None:
     if not any(Path("/dev").glob(maker.cards)):
         return None  # a driver without a card, as in a container that was given none; /dev/dxg is there for any maker's
-    if maker.name == "AMD" and (own := _amd_memories_bytes()) and max(own) < _BUILT_IN_BYTES:
+    if maker.name == "AMD" and (memories_bytes := _amd_memories_bytes()) and max(memories_bytes) < _BUILT_IN_BYTES:
         return None
     import torch
 
@@ -217,7 +217,7 @@ def _seen() -> tuple[tuple[str, int, str], ...]:
         if not torch.cuda.is_available():
             return []
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [(one.name, one.total_memory, str(getattr(one, "uuid", ""))) for one in devices]
+        return [(device.name, device.total_memory, str(getattr(device, "uuid", ""))) for device in devices]
 
     seen = in_a_fork(look) if forks_can_use_cuda() else look()
     return tuple((name, memory_bytes, uuid) for name, memory_bytes, uuid in seen)

@@ -85,8 +85,8 @@ def place_here() -> HostPlace:
     Raises:
         ClusterError: no launcher says which host this is, or its variables contradict each other.
     """
-    if (found := hosts.host()) is not None:
-        return HostPlace(found.index, found.num_hosts, found.address, found.port)
+    if (host := hosts.host()) is not None:
+        return HostPlace(host.index, host.num_hosts, host.address, host.port)
     if (started := environment.current()) is not None:
         return HostPlace(started.rank, started.world_size, started.master_address, started.master_port)
     raise ClusterError("--hosts is about several hosts, and nothing says which one this is",

@@ -86,8 +86,8 @@ class Cards:
         def plain(text: str) -> str:
             return text.removeprefix("GPU-").removeprefix("MIG-").lower()
 
-        everything = [one for card in self.cards for one in (card, *card.slices)]
-        return next((one for one in everything if uuid and plain(one.uuid) == plain(uuid)), None)
+        everything = [device for card in self.cards for device in (card, *card.slices)]
+        return next((device for device in everything if uuid and plain(device.uuid) == plain(uuid)), None)
 
 
 def read() -> Cards | None:

@@ -22,28 +22,28 @@ class GpuLink:
     latency_s: float
 
 
-def between(one: Card, other: Card) -> GpuLink | None:
+def between(card: Card, other: Card) -> GpuLink | None:
     """By NVLink where there is any, else by PCIe, as fast as the slower card's; None where NVML knows neither.
 
     A way through both processors of a host, or through its memory because cards can't read each other's, is slower than
     this: only a measurement finds that (`verbs/links.py`).
     """
-    count = one.num_nvlinks(other)
-    if count and one.capability[0] in _NVLINKS:
-        name, all_links = _NVLINKS[one.capability[0]]
+    count = card.num_nvlinks(other)
+    if count and card.capability[0] in _NVLINKS:
+        name, all_links = _NVLINKS[card.capability[0]]
         kind = link(name)
         each = kind.bytes_per_s / all_links
-        if one.nvlink_bytes_per_s:  # those of cards for desks are slower than those of servers
-            each = min(each, one.nvlink_bytes_per_s)
+        if card.nvlink_bytes_per_s:  # those of cards for desks are slower than those of servers
+            each = min(each, card.nvlink_bytes_per_s)
         return _reached(f"{count} x NVLink {name.removeprefix('nvlink')}", count * each, kind)
-    ways = [way for way in (_pcie(one), _pcie(other)) if way is not None]
+    ways = [way for way in (_pcie(card), _pcie(other)) if way is not None]
     return min(ways, key=lambda way: way.bytes_per_s) if len(ways) == 2 else None
 
 
 def slowest(cards: list[Card | None]) -> GpuLink | None:
     """Of the wires between each two; None where one of them is not known."""
-    links = [between(one, other) if one is not None and other is not None else None
-             for number, one in enumerate(cards) for other in cards[:number]]
+    links = [between(card, other) if card is not None and other is not None else None
+             for number, card in enumerate(cards) for other in cards[:number]]
     known = [wire for wire in links if wire is not None]
     return min(known, key=lambda wire: wire.bytes_per_s) if known and len(known) == len(links) else None
 

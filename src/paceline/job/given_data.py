@@ -30,9 +30,10 @@ def settled(job: Any) -> Changes:
             changes.update(_of_batch_sampler(job, changes.get("data", job.data)))
     for name in _EVALUATED:
         changes.update(_evaluated(job, name, changes.get("collate", job.collate)))
-    own, batch = getattr(changes.get("data", job.data), "reading_order", None), changes.get("batch", job.batch)
-    if own is not None and job.weights is None and changes.get("sampler", job.sampler) is None and batch:
-        changes["sampler"] = own(batch)  # a data set that knows in which order it is read
+    reading_order = getattr(changes.get("data", job.data), "reading_order", None)
+    batch = changes.get("batch", job.batch)
+    if reading_order is not None and job.weights is None and changes.get("sampler", job.sampler) is None and batch:
+        changes["sampler"] = reading_order(batch)  # a data set that knows in which order it is read
     if job.weights is not None:
         changes.update(_weighted(job, changes))
     if isinstance(groups := changes.get("sampler", job.sampler), DrawnGroups):

@@ -81,8 +81,8 @@ class Shards:
 
     def _samples(self, shard: int) -> list[Any]:
         lane = self._lane_of.get(shard, shard % self.lanes)
-        held, samples = self._held.get(lane, (-1, []))
-        if held != shard:
+        open_shard, samples = self._held.get(lane, (-1, []))
+        if open_shard != shard:
             self._held.pop(lane, None)  # before the next is read: one file of a lane at a time
             samples = list(self.read(self.paths[shard]))
             if len(samples) != self.lengths[shard]:

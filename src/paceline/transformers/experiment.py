@@ -235,10 +235,10 @@ class ModelsLoss:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.own = trainer, OwnLoss()
+        self.trainer, self.loss = trainer, OwnLoss()
 
     def __call__(self, output: Any, batch: Mapping[str, Any]) -> Any:
-        loss = self.own(output, batch)
+        loss = self.loss(output, batch)
         count = count_items(self.trainer, batch) if isinstance(loss, tuple) else None
         return loss if count is None else (loss[0], count)
 

@@ -230,12 +230,12 @@ class _Calls:
 
     def own_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
         """What a subclass computes in the forward of `OwnLossModel`."""
-        own: Any = self.stepper.model
-        own.wants_outputs = return_outputs
+        wrapped: Any = self.stepper.model
+        wrapped.wants_outputs = return_outputs
         try:
             outputs = _Outputs(self(**inputs))
         finally:
-            own.wants_outputs = False
+            wrapped.wants_outputs = False
         loss = outputs.pop("loss")
         outputs.pop("count", None)
         return (loss, outputs) if return_outputs else loss

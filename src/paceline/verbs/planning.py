@@ -213,7 +213,7 @@ def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> li
 
 def nothing_fits(ranking: RankedPlans, cluster: str, changes: Sequence[Remedy] = ()) -> PlanError:
     """Why no plan was chosen: the gap in bytes, the nearest plans, and changes under which one fits."""
-    nearest = sorted(ranking.too_large, key=lambda one: one.missing_bytes)[:NEAREST]
+    nearest = sorted(ranking.too_large, key=lambda candidate: candidate.missing_bytes)[:NEAREST]
     return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
                      f"{nearest[0].missing_bytes:,} bytes over",
                      hint="\n".join([*(f"'{candidate.plan}': {reason(candidate, candidate)}" for candidate in nearest),

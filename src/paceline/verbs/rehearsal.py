@@ -304,6 +304,6 @@ def _compared(undisturbed: Path, disturbed: Path) -> tuple[Literal["equal", "dif
     return ("equal" if difference == 0 else "different"), difference
 
 
-def _samples(found: Audit, kind: str) -> int:
-    return sum(finding.positions[1] - finding.positions[0] for finding in found.findings
+def _samples(audit: Audit, kind: str) -> int:
+    return sum(finding.positions[1] - finding.positions[0] for finding in audit.findings
                if finding.kind == kind and finding.positions is not None)

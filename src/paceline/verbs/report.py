@@ -62,9 +62,10 @@ def _alternatives(path: Path) -> Alternatives | None:
         answer = plan(JobFile.from_dict(dict(record.job)), Cluster.local(), calibrate_s=0.0)
     except (PacelineError, OSError) as error:
         return Alternatives(note=f"Other plans were not priced: {str(error).partition(chr(10))[0]}")
-    own = next((each.estimate.step_s for each in answer.ranking.ranked if str(each.plan) == record.plan["plan"]), None)
-    if own is None:
+    step_s = next((each.estimate.step_s for each in answer.ranking.ranked
+                   if str(each.plan) == record.plan["plan"]), None)
+    if step_s is None:
         return Alternatives(note="This run's own plan is not among those that were priced.")
-    return Alternatives([(str(each.plan), each.estimate.step_s / own, each.estimate.peak_memory_bytes)
+    return Alternatives([(str(each.plan), each.estimate.step_s / step_s, each.estimate.peak_memory_bytes)
                          for each in answer.ranking.ranked[:MOST_PLANS] if each.plan.relaxed is None],
                         "Priced for all devices of this machine, without trying them.")

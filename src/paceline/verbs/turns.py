@@ -102,7 +102,7 @@ def gain(warm: Sequence[Pair]) -> Gain:
     """
     side_by_side = min(1.0, statistics.median(pair.without.clock_s / pair.without.computed_s for pair in warm))
     gains = [side_by_side * pair.gain_s for pair in warm]
-    means = sorted((one + other) / 2 for k, one in enumerate(gains) for other in gains[k:])
+    means = sorted((gain_s + other_s) / 2 for k, gain_s in enumerate(gains) for other_s in gains[k:])
     count = len(gains)
     expected, spread = count * (count + 1) / 4, math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
     outside = max(0, math.floor(expected - NORMAL_95 * spread))
