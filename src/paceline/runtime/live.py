@@ -36,7 +36,7 @@ from paceline.strategies.spill import give_back_freed
 if TYPE_CHECKING:
     from paceline.runtime.stepper import Stepper
 
-MOVE_SHARE = 0.01  # of the time that a launch has trained, for the move into the arena
+MOVE_SHARE = 0.02  # of the time that a launch has trained, for the move into the arena
 MOVE_S = 0.25  # of a move, to find what refers to the memory: 0.1 s for 300,000 objects of Python, twice and more busy
 MOVE_BYTES_PER_S = 1e9  # of a move, into new pages
 _REMEMBERED = 32  # notes
