@@ -221,6 +221,14 @@ class _Run:
             else:
                 self.due.add("save")
 
+    def beat(self, phase: str) -> None:
+        """A sign of life in a phase of a step."""
+        if phase == "optimizer" and self.live is not None:
+            self.live.change()
+        self.context.beat(phase)
+        if self.stepper.trace is not None:
+            self.stepper.trace.phase(phase)
+
     def record(self, **figures: Any) -> None:
         """A line of metrics.jsonl, on rank 0."""
         if self.metrics is not None:
@@ -431,30 +439,21 @@ def _steps(run: _Run) -> bool:
     recorder, stepper = run.stepper.trace, run.stepper
     feed = Prefetch(iter(_feed(run, order)), context.device, torch.float64 if job.precision == "float64" else None)
 
-    def beat(phase: str) -> None:
-        if phase == "optimizer" and run.live is not None:
-            run.live.change()
-        context.beat(phase)
-        if recorder is not None:
-            recorder.phase(phase)
-
     def stop() -> bool:
         return context.stop_signal is not None or (run.control is not None and run.control.wants_attention)
 
     def ahead() -> None:
         _before_update(run)
-        if run.live is not None:
-            run.live.change()
         if feed.copies is not None:
-            beat("input")
+            run.beat("input")
             feed.ahead()
-            beat("reduce")
+            run.beat("reduce")
 
     while True:
         context.step = run.step + 1
         if recorder is not None:
             recorder.begin(run.step)
-        beat("input")
+        run.beat("input")
         began_s = time.perf_counter()
         fed = feed.next()
         if fed is None:
@@ -467,7 +466,7 @@ def _steps(run: _Run) -> bool:
             observer.samples(run.step, fed.batches)
         scale = stepper.scaling.scale if stepper.scaling is not None else None
         with _with_evidence(run, fed):
-            result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=beat, ahead=ahead,
+            result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=run.beat, ahead=ahead,
                                   observe=partial(observer.gradients, run.step) if observer else None)
             _judge(run, result)
         step_s = time.perf_counter() - began_s
@@ -703,7 +702,9 @@ def _keep_live(run: _Run) -> None:
 
 
 def _before_update(run: _Run) -> None:
-    """What follows may write to what is being copied from a GPU."""
+    """What follows may write to the state, and to what is being copied from a GPU."""
+    if run.live is not None:
+        run.live.change()
     for copying in (run.writer, run.copier):
         if copying is not None:
             copying.before_update()
