@@ -18,8 +18,10 @@ from torch import nn
 
 import paceline as pl
 from paceline.launch.live_states import LiveStates
+from paceline.launch.state_copies import StateCopies
 from paceline.runtime import live, loop
-from paceline.runtime.copies import Copier
+from paceline.runtime.checkpoint.files import bytes_of
+from paceline.runtime.copies import Copier, _newest
 from paceline.runtime.live import live_disagreement, live_step, open_live
 from tests.test_recovery import STEPS, job_of, load_file, steps_of
 
@@ -187,6 +189,27 @@ def test_a_rank_that_dies_in_an_update(tmp_path: Path, plan: str, victim: int, s
     assert gone_on_from(tmp_path / "run") == steps and equal_weights(tmp_path)
 
 
+def test_what_a_torn_rank_left_is_kept_until_the_next_copy() -> None:
+    """Its replica was read; if it is lost again at once, the replica is read again, and copies before are still there.
+    """
+    copies = StateCopies(2)
+    for rank_ in range(2):
+        copies.write(rank_, 2, [memoryview(b"2")], b'{"document": {}, "tensors": {}}')
+        note(copies.live, rank_, 5, {}, torch.arange(4.0))
+    copies.live.change(1)
+    assert _newest(copies, range(2), least=0) == (5, True)
+    for rank_ in range(2):
+        context: Any = SimpleNamespace(rank=rank_)
+        Copier(context, copies, 2).begin(5, is_copied=True)
+    assert _newest(copies, range(2), least=0) == (5, True)
+    copies.live.change(0)
+    assert _newest(copies, range(2), least=0) == (2, False)
+    copies.write(0, 6, [memoryview(b"6")], b"{}")
+    Copier(SimpleNamespace(rank=0), copies, 2).begin(5, is_copied=True)  # type: ignore[arg-type]
+    assert set(copies.steps(0)) == {2}
+    copies.close()
+
+
 class WritesToItself(nn.Module):
     """A parameter follows another one in each forward, unseen by version counters."""
 
@@ -230,6 +253,21 @@ def test_what_is_moved() -> None:
     states.close()
 
 
+def test_memory_that_numpy_looks_into_stays() -> None:
+    """An array would be left with memory that is free. Copies in memory don't look through NumPy."""
+    for look, is_moved in ((bytes_of, True), (lambda tensor: tensor.detach().numpy(), False)):
+        states, tensor = LiveStates(1), torch.arange(4096.0)
+        seen, storage = look(tensor), tensor.untyped_storage()
+        if is_moved:
+            del seen
+        arena = states.arena(0, storage.nbytes())
+        states.reserve(0, 0, storage.nbytes())
+        aliases = live._tensors_in({storage._cdata: storage})[storage._cdata]
+        live._move(storage, aliases, arena, 0)
+        assert (torch.frombuffer(arena, dtype=torch.float32).data_ptr() == tensor.data_ptr()) is is_moved
+        states.close()
+
+
 def note(states: LiveStates, rank: int, step: int, document: Any, values: torch.Tensor, *, part: int = 0,
          is_whole: bool = True) -> None:
     """A rank that holds one tensor in its arena and a number in its note."""
@@ -258,6 +296,10 @@ def test_which_state_is_read() -> None:
     checkpoint = open_live(states, range(4), 5)
     assert torch.equal(checkpoint.read("parameters/w"), torch.arange(8.0)) and checkpoint.document == {"step": 5}
     assert checkpoint.read("buffers/n") == 5.0
+    states.forget(1)  # rank 1 goes on already, and rank 2 reads: what rank 0 chose holds
+    assert torch.equal(open_live(states, range(4), 5).read("parameters/w"), torch.arange(8.0))
+    note(states, 1, 4, None, parts[1], part=1)
+    states.change(1)
     states.change(3)
     assert live_step(states, range(4)) is None
     note(states, 3, 6, None, parts[1], part=1)  # of another step
@@ -335,21 +377,23 @@ def test_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stepper.edits.updated = lambda: None
     state.move()
     assert state.has_ended
-    state.note(3, None)
+    state.note(3, lambda: None)
     assert states.last_index(0) is None
     states.close()
 
 
 def test_memory_for_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no memory but for the largest tensor and what is not given back yet; without that it is not begun."""
+    """It takes that of the largest tensor and of what is not given back yet, and the next ranks need all of it again;
+    without that it is not begun."""
     pieces = [SimpleNamespace(tensor=torch.zeros(2**20)) for _ in range(3)]
     stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]))
     state = live.LiveState(SimpleNamespace(), stepper)  # type: ignore[arg-type]
     monkeypatch.setattr(live.LiveState, "_pieces", lambda self: iter(pieces))
     monkeypatch.setattr(live, "GIVEN_BACK_BYTES", 2**20)
-    for available, possible in ((2 * 2 * 5 * 2**20, True), (2 * 2 * 5 * 2**20 - 4, False)):
+    for share, available, possible in ((0.5, 24, True), (0.5, 23, False), (0.25, 40, True), (0.25, 39, False)):
+        monkeypatch.setattr(live, "MEMORY_SHARE", share)
         monkeypatch.setattr(live.psutil, "virtual_memory", lambda available=available: SimpleNamespace(
-            available=available))
+            available=available * 2**20))
         assert math.isfinite(state.move_s(2)) is possible
     stepper.edits.names = ["w"]
     assert state.move_s(1) == math.inf

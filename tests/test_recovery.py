@@ -182,7 +182,7 @@ def test_the_newest_copy_is_the_last_that_all_ranks_made():
         copies.write(1, 6, [memoryview(b"6"), "no bytes"], b"{}")  # type: ignore[list-item]
     assert (copies.newest(range(2)), set(copies.steps(1))) == (5, {5})
     for rank in range(2):
-        copies.keep(rank, step=5)
+        copies.keep(rank, until=5)
     assert set(copies.steps(0)) == {5}
     copies.write(0, 6, [memoryview(b"6")], b"[0]")
     assert copies.index(0, 6) == b"[0]" and copies.index(0, 5) == b"{}" and copies.newest(range(2)) == 5

@@ -33,7 +33,7 @@ class StateCopies:
         self._files = [memory_file("paceline-state") for _ in range(SLOTS * num_ranks)]
         self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * len(self._files))).cast("q")
         for rank in range(num_ranks):
-            self.keep(rank, step=None)
+            self.keep(rank, until=None)
 
     def close(self) -> None:
         self.live.close()
@@ -73,8 +73,8 @@ class StateCopies:
         """Fill the target from this rank's copy, from a place in it on."""
         read_at(self._files[self.steps(rank)[step]], target, offset)
 
-    def keep(self, rank: int, *, step: int | None) -> None:
-        """Forget this rank's copies of other steps."""
+    def keep(self, rank: int, *, until: int | None) -> None:
+        """Forget this rank's copies of later steps; all of them for None."""
         for slot in range(SLOTS * rank, SLOTS * (rank + 1)):
-            if step is None or self._words[_WORDS * slot] != step:
+            if until is None or self._words[_WORDS * slot] > until:
                 self._words[_WORDS * slot] = _NOTHING

@@ -56,10 +56,9 @@ class Copier:
     _error: Exception | None = field(default=None, repr=False)
 
     def begin(self, step: int, *, is_copied: bool) -> None:
-        """The run goes on from this step. is_copied: from what is in memory of it, which is kept, as it stands."""
-        self.copies.keep(self.context.rank, step=step if is_copied else None)
-        if not is_copied or self.copies.live.step(self.context.rank) != step:
-            self.copies.live.forget(self.context.rank)
+        """The run goes on from this step. is_copied: from what is in memory of it, which is kept, as it stands: others
+        may still read it, and it is there if ranks are lost again before the next copy."""
+        self.copies.keep(self.context.rank, until=step if is_copied else None)
         self.next_step = step + 1
 
     def copy(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,

@@ -13,10 +13,11 @@ import gc
 import json
 import math
 import mmap
+import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,17 +69,23 @@ class LiveState:
     @staticmethod
     def is_possible(states: LiveStates, stepper: Stepper) -> bool:
         """Whether updates alone write to what could be moved, on a CPU where replicas step together; for one training
-        of a process."""
-        return stepper.device.type == "cpu" and not stepper.step_sync.has_own_steps and not states.is_mapped
+        of a process.
+
+        An optimizer that evaluates the loss itself looks at weights by lazy copies, as recompute=full does. torch makes
+        these of its own memory alone; of other memory they are whole ones.
+        """
+        return stepper.device.type == "cpu" and hasattr(os, "posix_fallocate") and not (
+            stepper.step_sync.has_own_steps or stepper.needs_closure or states.is_mapped)
 
     def move_s(self, num_ranks: int) -> float:
         """Seconds that a move is likely to take; infinite where forwards write to parameters, or without memory.
 
         num_ranks: of this host, each of which moves about as much.
         """
-        sizes = [piece.tensor.nbytes for piece in self._pieces()]
+        sizes, available_bytes = [piece.tensor.nbytes for piece in self._pieces()], psutil.virtual_memory().available
         in_between = num_ranks * min(sum(sizes), max(sizes, default=0) + GIVEN_BACK_BYTES)
-        if self.stepper.edits.names or in_between > MEMORY_SHARE * psutil.virtual_memory().available:
+        # The next ranks build their own state beside the one that these leave.
+        if self.stepper.edits.names or max(in_between / MEMORY_SHARE, num_ranks * sum(sizes)) > available_bytes:
             return math.inf
         return MOVE_S + sum(sizes) / MOVE_BYTES_PER_S
 
@@ -143,8 +150,8 @@ class LiveState:
         """Seconds of a note, the median of the latest."""
         return statistics.median(self._latest_s) if self._latest_s else 0.0
 
-    def note(self, step: int, document: Mapping[str, Any] | None) -> None:
-        """The state is that after a step. document: on rank 0.
+    def note(self, step: int, document: Callable[[], Mapping[str, Any] | None]) -> None:
+        """The state is that after a step. document: gives it, on rank 0.
 
         The first note is kept back until the next update, which looks whether the forwards before it wrote to a
         parameter: also through `parameter.data`, which later ones are not looked at for.
@@ -159,24 +166,25 @@ class LiveState:
             place = piece.tensor.data_ptr() - self._address
             is_moved = 0 <= place < self.num_bytes and piece.tensor.is_contiguous() and (
                 piece.name.startswith(_UPDATED))
-            layout.append((piece.name, place if is_moved else None, piece.tensor.shape))
+            layout.append((piece.name, place if is_moved else None, piece.tensor.shape, piece.tensor.dtype))
             if not is_moved:
                 small.append(piece.tensor)
         if self._layout != tuple(layout):
-            self._layout, self._index = tuple(layout), _index(pieces, [place for _, place, _ in layout],
+            self._layout, self._index = tuple(layout), _index(pieces, [place for _, place, *_ in layout],
                                                               self.stepper.mesh)
-        index = b"".join([b'{"document":', json.dumps(document).encode(), b',"held":', self._index, b"}"])
+        index = b"".join([b'{"document":', json.dumps(document()).encode(), b',"held":', self._index, b"}"])
         self._versions = self._versions_now()
         if not self._is_proved:
             self._fingerprints = self._prints()
         try:
             rest = b"".join([*map(bytes_of, small), index])  # a call for each would take longer than the copies
             self.states.note(self.rank, step, memoryview(rest), len(index), is_whole=self._is_proved)
-        except OSError:
+        except (OSError, MemoryError):
             self.end()
             return
         self._is_clean = True
-        self._latest_s.append(time.perf_counter() - began_s)
+        if self._is_proved:  # the first one has looked at every bit
+            self._latest_s.append(time.perf_counter() - began_s)
 
     def end(self) -> None:
         """Give it up. What was moved stays where it is."""
@@ -217,7 +225,8 @@ def _tensors_in(storages: Mapping[int, torch.UntypedStorage]) -> dict[int, list[
 
 def _move(storage: torch.UntypedStorage, aliases: Sequence[torch.Tensor], arena: mmap.mmap, place: int) -> None:
     """Let all of these tensors lie in the arena, if there are no others in their storage."""
-    if torch._C._storage_Use_Count(storage._cdata) != len(aliases) + 1 or not all(
+    # A storage that NumPy looks into can't be resized: an array would be left with memory that is free.
+    if not storage.resizable() or torch._C._storage_Use_Count(storage._cdata) != len(aliases) + 1 or not all(
             _is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_inference() and not tensor.is_conj()
             and not tensor.is_neg() for tensor in aliases):
         return
@@ -289,30 +298,31 @@ def _read(states: LiveStates, rank: int, where: str, offset: int, target: memory
     (states.read_arena if where == _ARENA else states.read_note)(rank, offset, target)
 
 
-def live_step(states: LiveStates, ranks: Iterable[int]) -> int | None:
+def live_step(states: LiveStates, ranks: Sequence[int]) -> int | None:
     """The step after which these ranks have left the whole state; None if they have not.
 
     Rank 0 must have its own: it is the one that has the document, and records steps. What another rank had not whole is
     read from its replicas, if they hold all of it.
     """
     step = states.step(0)
-    return None if step is None or _chosen(states, ranks, step) is None else step
+    return step if step is not None and _is_whole(states, ranks, step) else None
 
 
-def _chosen(states: LiveStates, ranks: Iterable[int], step: int) -> dict[tuple[str, Region], _Held] | None:
-    """From where each box of each tensor is read; None if some is nowhere."""
+def _is_whole(states: LiveStates, ranks: Sequence[int], step: int) -> bool:
+    """Whether ranks whose state is that after this step hold all that the others held."""
+    others = [_boxes(states, rank) for rank in ranks if states.step(rank) != step]
+    there = _boxes_at(states, ranks, step) if others else {}
+    return all(boxes is not None and boxes.keys() <= there.keys() for boxes in others)
+
+
+def _boxes_at(states: LiveStates, ranks: Iterable[int], step: int) -> dict[tuple[str, Region], _Held]:
+    """From where each box of each tensor after this step is read: of the first rank that has it."""
     chosen: dict[tuple[str, Region], _Held] = {}
-    missing: set[tuple[str, Region]] = set()
     for rank in ranks:
-        boxes = _boxes(states, rank)
-        if boxes is None:
-            return None
-        if states.step(rank) != step:
-            missing |= boxes.keys()
-            continue
-        for key, box in boxes.items():
-            chosen.setdefault(key, box)
-    return chosen if missing <= chosen.keys() else None
+        if states.step(rank) == step:
+            for key, box in (_boxes(states, rank) or {}).items():
+                chosen.setdefault(key, box)
+    return chosen
 
 
 def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _Held] | None:
@@ -332,9 +342,8 @@ def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _Held] | N
 
 def open_live(states: LiveStates, ranks: Iterable[int], step: int) -> LiveCheckpoint:
     """What ranks have left after this step; see `live_step`."""
-    chosen = _chosen(states, ranks, step)
+    chosen = _boxes_at(states, ranks, step)
     document = json.loads(states.last_index(0) or b"")["document"]
-    assert chosen is not None
     tensors: dict[str, TensorEntry] = {}
     for (name, region), box in chosen.items():
         before = tensors[name].pieces if name in tensors else ()

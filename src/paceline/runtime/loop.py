@@ -208,12 +208,15 @@ class _Run:
     def figures(self) -> dict[str, Any]:
         """What a run that goes on from a copy knows beside its state."""
         return {"loss": self.loss, "evaluated": self.evaluated, "evaluated_step": self.evaluated_step,
-                "scheduled_step": self.scheduled_step, "saved_step": self.saved_step, "epoch": self.epoch}
+                "scheduled_step": self.scheduled_step, "saved_step": self.saved_step, "epoch": self.epoch,
+                "due": sorted(self.due), "ended_epochs": self.ended_epochs}
 
     def take_figures(self, figures: Mapping[str, Any]) -> None:
         """Know what a run knew at its last copy. A save that its ranks had begun and not ended is made again."""
-        self.loss, self.evaluated, self.evaluated_step, self.scheduled_step, self.epoch = (
-            figures[name] for name in ("loss", "evaluated", "evaluated_step", "scheduled_step", "epoch"))
+        self.loss, self.evaluated, self.evaluated_step, self.scheduled_step, self.epoch, self.ended_epochs = (
+            figures[name] for name in ("loss", "evaluated", "evaluated_step", "scheduled_step", "epoch",
+                                       "ended_epochs"))
+        self.due |= set(figures["due"])
         saved_step, run_dir = figures["saved_step"], self.settings.run_dir
         if saved_step is not None and run_dir is not None:
             if (run_dir / CHECKPOINTS / f"step-{saved_step}").exists():
@@ -686,7 +689,8 @@ def _keep_live(run: _Run) -> None:
     1, 2, 4, 8, ... steps of a launch."""
     steps, copies, copier = run.speed.steps, run.context.copies, run.copier
     if copies is None or (run.live is None and (
-            (copier is not None and copier.every == 1) or not LiveState.is_possible(copies.live, run.stepper))):
+            (copier is not None and copier.every == 1) or run.plan.modifiers.recompute == "full"
+            or not LiveState.is_possible(copies.live, run.stepper))):
         return
     if steps & (steps - 1) == 0:
         step_s = statistics.median(run.speed.latest_s)
@@ -698,7 +702,7 @@ def _keep_live(run: _Run) -> None:
         elif _greatest(run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)):
             run.live.end()
     if run.live is not None:
-        run.live.note(run.step, _copy_document(run))
+        run.live.note(run.step, partial(_copy_document, run))
 
 
 def _before_update(run: _Run) -> None:
@@ -777,7 +781,7 @@ def _evaluate(run: _Run) -> None:
                    if run.job.models else
                    evaluate(stepper.model, stepper.layout, run.job, run.job.validation, **options))
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
-    if stepper.schedule is not None and not run.settings.is_trial and run.speed.steps and (
+    if stepper.schedule is not None and not run.settings.is_trial and (run.speed.steps or run.is_copied) and (
             run.scheduled_step != run.step and not is_stream(run.job.data) and Order.of(run.job).ends_epoch(run.step)):
         step_by_metrics(stepper.schedule, run.job, run.evaluated)
         run.scheduled_step = run.step

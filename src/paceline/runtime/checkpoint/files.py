@@ -90,8 +90,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's elements as they lie in a file; copied only if they don't lie in memory like that."""
-    elements: Any = plain(tensor).reshape(-1).view(torch.uint8).numpy()
-    return memoryview(elements)
+    elements = plain(tensor).reshape(-1).view(torch.uint8)
+    if not len(elements):
+        return memoryview(b"")
+    # Not by NumPy, which marks the tensor's memory for good as looked into.
+    buffer = (ctypes.c_ubyte * len(elements)).from_address(elements.data_ptr())
+    buffer.tensor = elements  # type: ignore[attr-defined]  # which has the memory
+    return memoryview(buffer).cast("B")
 
 
 def header(kinds: Mapping[str, Kind], *, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[str]]:
