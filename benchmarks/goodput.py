@@ -10,7 +10,8 @@ The measured goodput is the time of the steps that lasted, as long as they took 
 begin to its last step. So a machine whose speed changes from run to run does not change it. The prediction is the
 planner's formula: how far it goes back is that of an undisturbed run in steps, and the time from a kill to the next
 applied step, where no other kill comes before it, is the mean of the way's runs with the other rates, so that no run
-predicts itself.
+predicts itself. A short run has more or fewer kills than its rate says, by chance. So there is a second prediction, for
+the rate that came: the run's time by its kills.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Run:
     """A run, killed or not. trained_s: from where its first launch begins to train to its last step. useful_s: of that,
     the time of steps that lasted. num_kills: until
     then. restarts_s: from a kill to the next applied step, where no other kill came before it. every: steps from copy
-    to copy, or from checkpoint to checkpoint. blocked_s: of one of them. measured: goodput, as is predicted."""
+    to copy, or from checkpoint to checkpoint. blocked_s: of one of them. measured: goodput, as is predicted, and as is
+    predicted for the rate that came."""
 
     way: str
     mtbf_s: float
@@ -66,6 +68,7 @@ class Run:
     blocked_s: float
     measured: float = 1.0
     predicted: float = 1.0
+    predicted_for_kills: float = 1.0
 
 
 @dataclass
@@ -167,13 +170,12 @@ def _useful_s(ends_s: Sequence[float], launches_s: Sequence[float]) -> float:
     return sum(took_s) + (len(ends_s) - 1 - len(took_s)) * statistics.median(took_s)
 
 
-def predicted(run: Run, undisturbed: Run, steps: int, others: Sequence[Run]) -> float:
+def predicted(run: Run, undisturbed: Run, steps: int, others: Sequence[Run], *, mtbf_s: float) -> float:
     """The planner's formula, by how far the undisturbed run goes back and by the way's runs with other rates."""
     step_s = run.useful_s / steps
     restart_s = statistics.fmean(second for other in others for second in other.restarts_s)
     blocked_s = max(1e-6, 0.0 if run.way == "copies" else undisturbed.blocked_s)  # that of copies is in the steps
-    failures = Failures(run.mtbf_s, blocked_s, restart_s)
-    return goodput(failures, undisturbed.every * step_s)
+    return goodput(Failures(mtbf_s, blocked_s, restart_s), undisturbed.every * step_s)
 
 
 def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *, as_json: bool) -> None:
@@ -191,16 +193,20 @@ def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *
                   file=sys.stderr)
         for run in runs:
             others = [other for other in runs if other is not run]
-            rows.append(replace(run, predicted=predicted(run, undisturbed, steps, others)))
+            came_s = run.trained_s / run.num_kills if run.num_kills else 1e9
+            rows.append(replace(run, predicted=predicted(run, undisturbed, steps, others, mtbf_s=run.mtbf_s),
+                                predicted_for_kills=predicted(run, undisturbed, steps, others, mtbf_s=came_s)))
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
-    print(f"{'way':12} mtbf s  kills  s to the next step  steps again  predicted  measured  error")
+    print(f"{'way':12} mtbf s  kills  s to the next step  steps again  measured  predicted  error  "
+          "for the kills  error")
     for row in rows:
         restart_s = statistics.fmean(row.restarts_s or [0])
         print(f"{row.way:12} {row.mtbf_s:6.1f}  {row.num_kills:5}  {restart_s:18.2f}  "
-              f"{row.steps_recomputed:11}  {row.predicted:9.3f}  {row.measured:8.3f}  "
-              f"{100 * (row.predicted / row.measured - 1):+4.0f} %")
+              f"{row.steps_recomputed:11}  {row.measured:8.3f}  "
+              f"{row.predicted:9.3f}  {100 * (row.predicted / row.measured - 1):+3.0f} %  "
+              f"{row.predicted_for_kills:13.3f}  {100 * (row.predicted_for_kills / row.measured - 1):+3.0f} %")
 
 
 if __name__ == "__main__":

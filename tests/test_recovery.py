@@ -187,3 +187,11 @@ def test_the_newest_copy_is_the_last_that_all_ranks_made():
     copies.write(0, 6, [memoryview(b"6")], b"[0]")
     assert copies.index(0, 6) == b"[0]" and copies.index(0, 5) == b"{}" and copies.newest(range(2)) == 5
     copies.close()
+
+
+def test_one_slow_copy_does_not_put_copies_apart():
+    """Other work on the machine delays one now and then: the median of the latest counts."""
+    copier = Copier(_Context(0), None, 2)  # type: ignore[arg-type]
+    assert copier.affordable_every(0.1) == 1
+    copier._latest_s.extend([0.001, 0.5, 0.001])
+    assert copier.affordable_every(0.1) == 2

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,7 @@ from paceline.runtime.drift import disagreement
 from paceline.runtime.live import LiveCheckpoint, live_disagreement, live_step, open_live
 from paceline.waiting import waiting
 
+_REMEMBERED = 5  # copies, whose time is known
 MEMORY_SHARE = 0.5  # of this host's free memory that the copies of all its ranks may take
 
 
@@ -50,7 +53,7 @@ class Copier:
     blocked_s: float = 0.0
     num_copies: int = 0
     num_bytes: int = 0
-    _last_s: float = field(default=0.0, repr=False)
+    _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False)
     _staging: Staging | None = field(default=None, repr=False)
     _thread: threading.Thread | None = field(default=None, repr=False)
     _error: Exception | None = field(default=None, repr=False)
@@ -119,12 +122,13 @@ class Copier:
 
     def _write(self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float) -> None:
         self.copies.write(self.context.rank, step, [bytes_of(tensor) for tensor in tensors], index)
-        self._last_s = time.perf_counter() - began_s
+        self._latest_s.append(time.perf_counter() - began_s)
 
     def affordable_every(self, step_s: float) -> int:
-        """Steps from copy to copy that keep the last one's time within the budget, that beside steps included.
-        step_s: of one step."""
-        return max(1, math.ceil(self._last_s / (TIME_SHARE * step_s))) if step_s > 0 else 1
+        """Steps from copy to copy that keep the time of one within the budget, that beside steps included: the median
+        of the latest, as other work on the machine delays some. step_s: of one step."""
+        took_s = statistics.median(self._latest_s) if self._latest_s else 0.0
+        return max(1, math.ceil(took_s / (TIME_SHARE * step_s))) if step_s > 0 else 1
 
     def fits(self) -> bool:
         """Whether copies of all ranks of this host, each as large as this rank's, fit into its memory; some are made
