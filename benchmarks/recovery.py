@@ -130,8 +130,8 @@ def _torchrun(steps: int, width: int) -> Run:
         command = torchrun("benchmarks.contenders.recovery.checkpointing", *words)
         command[command.index("--standalone"):command.index("--standalone")] = ["--max-restarts", "3"]
         metrics = Path(folder) / "metrics.jsonl"
-        killed_s, last = _killed(command, metrics, after=int(KILLED_AFTER * steps) + SAVE_EVERY // 2,
-                                 log=Path(folder) / "log")
+        half_way = int(KILLED_AFTER * steps) // SAVE_EVERY * SAVE_EVERY + SAVE_EVERY // 2  # between two saves
+        killed_s, last = _killed(command, metrics, after=half_way, log=Path(folder) / "log")
         records = _steps(metrics)
         later = [record for record in records if record["pid"] != records[0]["pid"]]
         applied = max(_step(record) for record in records if record["pid"] == records[0]["pid"])
