@@ -19,10 +19,12 @@ from torch import nn
 import paceline as pl
 from paceline.launch.live_states import LiveStates
 from paceline.launch.state_copies import StateCopies
+from paceline.plans import Plan
 from paceline.runtime import live, loop
 from paceline.runtime.checkpoint.files import bytes_of
 from paceline.runtime.copies import Copier, _newest
 from paceline.runtime.live import live_disagreement, live_step, open_live
+from paceline.strategies.compose import copies_weights_lazily
 from tests.test_recovery import STEPS, job_of, load_file, steps_of
 
 pytestmark = pytest.mark.timeout(180)
@@ -397,3 +399,10 @@ def test_memory_for_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
         assert math.isfinite(state.move_s(2)) is possible
     stepper.edits.names = ["w"]
     assert state.move_s(1) == math.inf
+
+
+def test_plans_that_keep_lazy_copies_of_weights() -> None:
+    """Of memory that torch did not allocate they would be whole, where little memory is why the plan was chosen."""
+    assert copies_weights_lazily(Plan.parse("single recompute=full"))
+    assert copies_weights_lazily(Plan.parse("pipeline=2 recompute=full"))
+    assert not copies_weights_lazily(Plan.parse("data=2 recompute=selective"))

@@ -45,7 +45,7 @@ from paceline.runtime.prefetch import Fed, Prefetch
 from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.spikes import Spike, SpikeAction, Spikes
 from paceline.runtime.stepper import Stepper, StepResult
-from paceline.strategies.compose import end_evaluation, reported
+from paceline.strategies.compose import copies_weights_lazily, end_evaluation, reported
 from paceline.strategies.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -689,7 +689,7 @@ def _keep_live(run: _Run) -> None:
     1, 2, 4, 8, ... steps of a launch."""
     steps, copies, copier = run.speed.steps, run.context.copies, run.copier
     if copies is None or (run.live is None and (
-            (copier is not None and copier.every == 1) or run.plan.modifiers.recompute == "full"
+            (copier is not None and copier.every == 1) or copies_weights_lazily(run.plan)
             or not LiveState.is_possible(copies.live, run.stepper))):
         return
     if steps & (steps - 1) == 0:

@@ -161,6 +161,11 @@ def runs_again(plan: Plan) -> bool:
     return any(strategy.runs_forward_again(plan) for strategy in active(plan))
 
 
+def copies_weights_lazily(plan: Plan) -> bool:
+    """Whether forwards keep lazy copies of weights: of memory that torch did not allocate they would be whole ones."""
+    return any(strategy.copies_weights_lazily(plan) for strategy in active(plan))
+
+
 def refuse_unseen_state(model: nn.Module, plan: Plan, path: str) -> None:
     """
     Args:

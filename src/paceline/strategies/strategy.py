@@ -106,6 +106,7 @@ class Strategy:
         keeps_weights_elsewhere: whether weights are with ranks that don't compute with them. held_elsewhere: those of a
             model that this rank uses and never holds.
         runs_forward_again: whether a plan runs parts of the model's own code a second time in a step.
+        copies_weights_lazily: whether forwards keep lazy copies of weights, which torch makes of its own memory alone.
         no_edits, no_closure: why a forward can't edit parameters in place, and an optimizer can't evaluate the loss
             itself; "" where they can. no_spikes: why ranks can't decide together about a step before its update.
         lines: what a user is told of the plan when a run begins.
@@ -134,6 +135,7 @@ class Strategy:
     held_elsewhere: Callable[[nn.Module], Iterable[torch.Tensor]] = nothing_held
     observes: Callable[[Plan], frozenset[Observation]] = nothing_observed
     runs_forward_again: Callable[[Plan], bool] = lambda plan: False
+    copies_weights_lazily: Callable[[Plan], bool] = lambda plan: False
     no_edits: str = ""
     no_closure: str = ""
     no_spikes: str = ""
