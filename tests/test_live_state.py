@@ -279,8 +279,7 @@ def note(states: LiveStates, rank: int, step: int, document: Any, values: torch.
     number = {"shape": [], "dtype": "F32", "pieces": [["note", 0, [], []]]}
     index = json.dumps({"document": document, "held": {
         "part": part, "tensors": {"parameters/w": entry, "buffers/n": number}}}).encode()
-    rest = torch.tensor(float(step)).numpy().tobytes() + index
-    states.note(rank, step, memoryview(rest), len(index), is_whole=is_whole)
+    states.note(rank, step, memoryview(torch.tensor(float(step)).numpy().tobytes()), index, is_whole=is_whole)
 
 
 def test_which_state_is_read() -> None:

@@ -1,8 +1,8 @@
 """Memory that outlives the ranks of a launch, and in which they hold their state while they train.
 
 What only updates write to lies in a rank's arena, a file in memory that the rank has mapped. The rest of its state is
-copied after each step, as a note: two slots, written in turn. A word says after which step arena and note together are
-the rank's state. It is cleared before an update begins, so what has a step is whole.
+copied after each step, as a note. A word says after which step arena and newest note together are the rank's state. It
+is cleared before an update begins, so what has a step is whole.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import os
 import time
 from collections.abc import Iterable
 
-from paceline.launch.memory_files import memory_file, read_at, write_at
+from paceline.launch.memory_files import memory_file, read_at
+from paceline.launch.step_slots import StepSlots
 
 # Of the time of the steps, for notes. Copies (`state_copies.py`), the journal and the watch have the rest of 1 %.
 TIME_SHARE = 0.0025
-NOTES = 2  # of a rank: one keeps the last note while the next one is written
-_NOTE_WORDS = 3  # the step it was made after, and where its index begins and ends
-_WORDS, _WORD_BYTES = 1 + NOTES * _NOTE_WORDS, 8  # of a rank; the first one is the step of its live state
+_WORD_BYTES = 8
 _NOTHING = -1
 _LOOK_EVERY_S = 0.005
 
 
 class LiveStates:
-    """An arena and two notes a rank.
+    """An arena and notes a rank.
 
     is_mapped: whether this process has mapped an arena. It then stays as it is: tensors lie in it.
     """
@@ -32,13 +31,14 @@ class LiveStates:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks, self.is_mapped = num_ranks, False
         self._arenas = [memory_file("paceline-arena") for _ in range(num_ranks)]
-        self._notes = [memory_file("paceline-note") for _ in range(NOTES * num_ranks)]
-        self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * num_ranks)).cast("q")
-        for place in range(len(self._words)):
-            self._words[place] = _NOTHING
+        self._notes = StepSlots(num_ranks, "paceline-note")
+        self._words = memoryview(mmap.mmap(-1, _WORD_BYTES * num_ranks)).cast("q")
+        for rank in range(num_ranks):
+            self.change(rank)
 
     def close(self) -> None:
-        for descriptor in (*self._arenas, *self._notes):
+        self._notes.close()
+        for descriptor in self._arenas:
             os.close(descriptor)
 
     def arena(self, rank: int, num_bytes: int) -> mmap.mmap:
@@ -59,44 +59,34 @@ class LiveStates:
     def forget(self, rank: int) -> None:
         """Let go of this rank's state, and of its memory if that is not in use."""
         self.change(rank)
-        for slot in self._slots(rank):
-            self._words[slot] = _NOTHING
-        if self.is_mapped:
-            return
-        for descriptor in (self._arenas[rank], *self._notes[NOTES * rank:NOTES * (rank + 1)]):
-            os.ftruncate(descriptor, 0)
+        self._notes.give_back(rank)
+        if not self.is_mapped:
+            os.ftruncate(self._arenas[rank], 0)
 
     def change(self, rank: int) -> None:
         """This rank is about to change its state."""
-        self._words[_WORDS * rank] = _NOTHING
+        self._words[rank] = _NOTHING
 
-    def note(self, rank: int, step: int, note: memoryview, index_bytes: int, *, is_whole: bool = True) -> None:
-        """This rank's state is that after a step. The end of the note is its index, which says what lies where in the
-        arena and in the note. is_whole: whether others may read it.
+    def note(self, rank: int, step: int, note: memoryview, index: bytes, *, is_whole: bool = True) -> None:
+        """This rank's state is that after a step. index: says what lies where in the arena and in the note. is_whole:
+        whether others may read it.
 
         Raises:
             OSError: there is no memory for the note; there is no state then.
         """
-        slot = min(self._slots(rank), key=lambda slot: self._words[slot])
-        self._words[slot] = _NOTHING
-        end = write_at(self._descriptor(slot), note, 0)
-        self._words[slot + 1], self._words[slot + 2] = end - index_bytes, end
-        self._words[slot] = step
+        self._notes.write(rank, step, [note], index)
         if is_whole:
-            self._words[_WORDS * rank] = step
+            self._words[rank] = step
 
     def step(self, rank: int) -> int | None:
         """After which step this rank's state is whole; None if it is not."""
-        step = self._words[_WORDS * rank]
+        step = self._words[rank]
         return None if step == _NOTHING else step
 
     def last_index(self, rank: int) -> bytes | None:
         """The index of this rank's newest note; None if it has none."""
-        slot = max(self._slots(rank), key=lambda slot: self._words[slot])
-        if self._words[slot] == _NOTHING:
-            return None
-        start, stop = self._words[slot + 1], self._words[slot + 2]
-        return os.pread(self._descriptor(slot), stop - start, start)
+        steps = self._notes.steps(rank)
+        return self._notes.index(rank, max(steps)) if steps else None
 
     def read_arena(self, rank: int, offset: int, target: memoryview) -> None:
         """Fill the target from a place in this rank's arena on."""
@@ -104,8 +94,7 @@ class LiveStates:
 
     def read_note(self, rank: int, offset: int, target: memoryview) -> None:
         """Fill the target from a place in this rank's newest note on."""
-        slot = max(self._slots(rank), key=lambda slot: self._words[slot])
-        read_at(self._descriptor(slot), target, offset)
+        self._notes.read_into(rank, max(self._notes.steps(rank)), offset, target)
 
     def settle(self, running: Iterable[int], *, patience_s: float) -> None:
         """Wait until ranks that still run have their state whole, and of the step of all others: some may be in an
@@ -117,11 +106,3 @@ class LiveStates:
             if not running or time.monotonic() > until_s:
                 return
             time.sleep(_LOOK_EVERY_S)
-
-    def _slots(self, rank: int) -> range:
-        """Where the words of a rank's notes begin."""
-        return range(_WORDS * rank + 1, _WORDS * (rank + 1), _NOTE_WORDS)
-
-    def _descriptor(self, slot: int) -> int:
-        rank, place = divmod(slot, _WORDS)
-        return self._notes[NOTES * rank + place // _NOTE_WORDS]

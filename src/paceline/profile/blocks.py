@@ -324,7 +324,7 @@ def _stand_in(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwarg
     fresh = [output for output in run.made if isinstance(output, BlockOutput) and output.source < 0]
     taken = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     is_kept = [keeps for keeps, leaf in zip(run.holds, given, strict=True) if isinstance(leaf, torch.Tensor)]
-    weight = torch.empty(0, requires_grad=any(leaf_made.differentiable for leaf_made in fresh))
+    weight = torch.empty(0, requires_grad=any(output.differentiable for output in fresh))
     made = iter(_Repeated.apply(fresh, is_kept, weight, *taken) if fresh else ())
     return returned(run, given, made)
 

@@ -23,7 +23,8 @@ import torch
 
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
-from paceline.launch.state_copies import SLOTS, TIME_SHARE, StateCopies
+from paceline.launch.state_copies import TIME_SHARE, StateCopies
+from paceline.launch.step_slots import SLOTS
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from paceline.runtime.checkpoint.files import bytes_of
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece

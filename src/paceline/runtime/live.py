@@ -177,8 +177,8 @@ class LiveState:
         if not self._is_proved:
             self._fingerprints = self._prints()
         try:
-            rest = b"".join([*map(bytes_of, small), index])  # a call for each would take longer than the copies
-            self.states.note(self.rank, step, memoryview(rest), len(index), is_whole=self._is_proved)
+            rest = b"".join(map(bytes_of, small))  # a call for each would take longer than the copies
+            self.states.note(self.rank, step, memoryview(rest), index, is_whole=self._is_proved)
         except (OSError, MemoryError):
             self.end()
             return

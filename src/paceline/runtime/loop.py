@@ -544,9 +544,9 @@ def _with_evidence(run: _Run, fed: Fed) -> Iterator[None]:
         module = first_bad_module(run.stepper, fed.window, fed.placed, step=run.step)
         where = run.settings.run_dir and keep(run.settings.run_dir, run.stepper, fed.window, fed.batches,
                                               step=run.step + 1, why=str(spike.args[0]), module=module)
-        said = [*([f"the first module that returns such numbers is '{module}'"] if module else []),
-                *([f"its samples are in {where}"] if where else [])]
-        spike.args = ("; ".join([spike.args[0], *said]),)
+        evidence = [*([f"the first module that returns such numbers is '{module}'"] if module else []),
+                    *([f"its samples are in {where}"] if where else [])]
+        spike.args = ("; ".join([spike.args[0], *evidence]),)
         raise
 
 

@@ -1,0 +1,75 @@
+"""Memory that outlives the ranks of a launch, in which each rank keeps what it last wrote after a step.
+
+The memory belongs to files without a name (`memory_files.py`), which the launching process makes before it forks. The
+kernel frees them with the last process of the launch, however that ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+from paceline.launch.memory_files import memory_file, read_at, write_at
+
+SLOTS = 2  # a rank: one keeps the last content while the next one is written into the other
+_WORDS, _WORD_BYTES = 3, 8  # of a slot: the step it is of, and where its index begins and ends
+_NOTHING = -1
+
+
+class StepSlots:
+    """Two slots a rank. A slot's step is written last and cleared first, so what has a step is whole.
+
+    name: for /proc alone.
+    """
+
+    def __init__(self, num_ranks: int, name: str) -> None:
+        self.num_ranks = num_ranks
+        self._files = [memory_file(name) for _ in range(SLOTS * num_ranks)]
+        self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * len(self._files))).cast("q")
+        for rank in range(num_ranks):
+            self.keep(rank, until=None)
+
+    def close(self) -> None:
+        for descriptor in self._files:
+            os.close(descriptor)
+
+    def steps(self, rank: int) -> dict[int, int]:
+        """This rank's slots, by the step that each is of."""
+        steps = {self._words[_WORDS * slot]: slot for slot in range(SLOTS * rank, SLOTS * (rank + 1))}
+        return {step: slot for step, slot in steps.items() if step != _NOTHING}
+
+    def write(self, rank: int, step: int, parts: Sequence[memoryview], index: bytes) -> None:
+        """Write into this rank's older slot. index: says what the parts are, which lie one after the other.
+
+        Raises:
+            OSError: there is no memory for it; the slot is empty then.
+        """
+        slot = min(range(SLOTS * rank, SLOTS * (rank + 1)), key=lambda slot: self._words[_WORDS * slot])
+        self._words[_WORDS * slot] = _NOTHING
+        offset = 0
+        for part in (*parts, memoryview(index)):
+            offset = write_at(self._files[slot], part, offset)
+        self._words[_WORDS * slot + 1], self._words[_WORDS * slot + 2] = offset - len(index), offset
+        self._words[_WORDS * slot] = step
+
+    def index(self, rank: int, step: int) -> bytes:
+        slot = self.steps(rank)[step]
+        start, stop = self._words[_WORDS * slot + 1], self._words[_WORDS * slot + 2]
+        return os.pread(self._files[slot], stop - start, start)
+
+    def read_into(self, rank: int, step: int, offset: int, target: memoryview) -> None:
+        """Fill the target from what this rank wrote after a step, from a place in it on."""
+        read_at(self._files[self.steps(rank)[step]], target, offset)
+
+    def keep(self, rank: int, *, until: int | None) -> None:
+        """Forget what this rank wrote after later steps; all of it for None."""
+        for slot in range(SLOTS * rank, SLOTS * (rank + 1)):
+            if until is None or self._words[_WORDS * slot] > until:
+                self._words[_WORDS * slot] = _NOTHING
+
+    def give_back(self, rank: int) -> None:
+        """Forget all that this rank wrote, and give its memory back."""
+        self.keep(rank, until=None)
+        for descriptor in self._files[SLOTS * rank:SLOTS * (rank + 1)]:
+            os.ftruncate(descriptor, 0)
