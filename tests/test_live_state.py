@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.launch.live_states import LiveStates
+from paceline.launch.logs import logger
 from paceline.launch.state_copies import StateCopies
 from paceline.plans import Plan
 from paceline.runtime import live, loop
@@ -25,7 +27,7 @@ from paceline.runtime.checkpoint.files import bytes_of
 from paceline.runtime.copies import Copier, _newest
 from paceline.runtime.live import live_disagreement, live_step, open_live
 from paceline.strategies.compose import copies_weights_lazily
-from tests.test_recovery import STEPS, job_of, load_file, steps_of
+from tests.test_recovery import SAMPLES, STEPS, Fatal, job_of, load_file, steps_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -212,6 +214,76 @@ def test_what_a_torn_rank_left_is_kept_until_the_next_copy() -> None:
     copies.close()
 
 
+def test_a_step_of_ones_own_is_torn_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first update is before the ranks agree on anything."""
+    def job(mark: Path | None) -> pl.Job:
+        def step(ctx: pl.StepContext, batch: Any) -> None:
+            ctx.backward("net", batch, lambda output, batch: (output - batch.target).square().mean())
+            ctx.update("net")
+
+        def optimizer(named: Any) -> Torn:
+            built = Torn(named, lr=0.03, momentum=0.9)
+            built.mark = mark
+            return built
+
+        plain = job_of(None, 0)
+        return replace(plain, model=None, loss=None, optimizer=None, lr_schedule=None, clip=None, step=step,
+                       models={"net": plain.model}, optimizers={"net": optimizer})
+
+    build = loop._build
+
+    def build_run(*args: Any) -> Any:
+        run = build(*args)
+        Torn.in_run = True
+        return run
+
+    monkeypatch.setattr(loop, "_build", build_run)
+    train(tmp_path / "whole", "single", job(None))
+    train(tmp_path / "run", "single", job(tmp_path / "killed"))
+    assert (tmp_path / "killed").exists()
+    assert gone_on_from(tmp_path / "run") == [0, 2] and equal_weights(tmp_path)
+
+
+def test_ranks_that_have_not_ended_a_step_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is killed as it reads for the next step, while rank 0 is still busy with what follows the update."""
+    after_step = loop._after_step
+
+    def slow(run: Any, *args: Any) -> None:
+        after_step(run, *args)
+        if run.context.rank == 0 and run.context.num_starts == 1:
+            time.sleep(0.3)
+
+    monkeypatch.setattr(loop, "_after_step", slow)
+    job = job_of(tmp_path / "killed", 4 * (KILLED_AT - 1))
+    monkeypatch.setattr(Fatal, "__getitem__", _kills_rank_1)
+    train(tmp_path / "run", "data=2", job)
+    assert gone_on_from(tmp_path / "run") == [0, KILLED_AT - 1]
+
+
+def _kills_rank_1(data: Fatal, index: int) -> Any:
+    data.seen = getattr(data, "seen", 0) + 1  # type: ignore[attr-defined]
+    if rank() == 1 and data.seen > data.number and data.mark is not None and not data.mark.exists():  # type: ignore
+        data.mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return SAMPLES[index]
+
+
+def test_a_move_is_no_write_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error about replicas that differ would name it."""
+    finish = loop._finish
+
+    def told(run: Any, started_s: float) -> Any:
+        (tmp_path / f"outside-{run.context.rank}").write_text(json.dumps(
+            [sorted(run.stepper.edits.outside), run.live.num_bytes]))
+        return finish(run, started_s)
+
+    monkeypatch.setattr(loop, "_finish", told)
+    train(tmp_path / "run", "data=2", job_of(None, 0))
+    for number in range(2):
+        outside, moved_bytes = json.loads((tmp_path / f"outside-{number}").read_text())
+        assert outside == [] and moved_bytes > 0
+
+
 class WritesToItself(nn.Module):
     """A parameter follows another one in each forward, unseen by version counters."""
 
@@ -311,17 +383,23 @@ def test_which_state_is_read() -> None:
     states.close()
 
 
-def test_replicas_that_differ() -> None:
-    states = LiveStates(2)
+def test_replicas_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(logger, "warning", warnings.append)
+    copies = StateCopies(2)
+    states = copies.live
     for rank_ in range(2):
         note(states, rank_, 3, {}, torch.arange(4.0))
     assert live_disagreement(states, range(2), 3) is None
     note(states, 1, 3, {}, torch.arange(4.0))
     os.pwrite(states._arenas[1], b"\1", 5)
     assert live_disagreement(states, range(2), 3) == "'parameters/w' differs between rank 0 and rank 1"
+    assert _newest(copies, range(2), least=0) == (None, False)
+    assert warnings == [
+        "the state in memory of step 3 is passed over: 'parameters/w' differs between rank 0 and rank 1"]
     states.change(1)
     assert live_disagreement(states, range(2), 3) is None  # which is not read
-    states.close()
+    copies.close()
 
 
 def test_a_first_note_is_kept_back() -> None:

@@ -226,7 +226,7 @@ class _Run:
 
     def beat(self, phase: str) -> None:
         """A sign of life in a phase of a step."""
-        if phase == "optimizer" and self.live is not None:
+        if phase == "optimizer" and self.live is not None:  # begins before any update, of a step of one's own too
             self.live.change()
         self.context.beat(phase)
         if self.stepper.trace is not None:
@@ -706,9 +706,7 @@ def _keep_live(run: _Run) -> None:
 
 
 def _before_update(run: _Run) -> None:
-    """What follows may write to the state, and to what is being copied from a GPU."""
-    if run.live is not None:
-        run.live.change()
+    """What follows may write to what is being copied from a GPU."""
     for copying in (run.writer, run.copier):
         if copying is not None:
             copying.before_update()
