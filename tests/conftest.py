@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -15,17 +16,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch._dynamo  # this and the next three: forks that need them, ranks above all, would import them each anew
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.export._trace
 from hypothesis import settings
+from preloaded import OF_FORKS
 
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
+from paceline.launch.imports import load_modules
 from paceline.launch.local import run_local
 from paceline.runtime.checkpoint import write_json
 
+load_modules(OF_FORKS)
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
 torch.set_num_threads(1)  # ranks are forks, and the tests' sums are small
 
@@ -51,6 +51,7 @@ _LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of many plans have a small form; the longest files come first."""
     _leave_small_forms(items)
+    gc.freeze()  # the tests' own modules: a collection, in forks too, would go through them and write to each page
     place = {_HERE / name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
 

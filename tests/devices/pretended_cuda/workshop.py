@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # this and the next three: ranks, which are forks, would import them each anew
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.export._trace
+from preloaded import OF_FORKS
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +22,7 @@ from paceline import accelerators, cluster
 from paceline.errors import PacelineError
 from paceline.launch import process
 from paceline.launch.fork import in_a_fork
+from paceline.launch.imports import load_modules
 from paceline.profile import device as rates
 from paceline.runtime.checkpoint.staging import Staging
 from paceline.runtime.copies import Copier
@@ -181,6 +179,7 @@ def _check(name: str) -> dict[str, Any]:
 def main() -> None:
     import pretended_cuda_device as device
 
+    load_modules(OF_FORKS)
     torch.set_num_threads(1)
     accelerators.CONTEXT_BYTES = cluster.CONTEXT_BYTES = 0  # a pretended device gives tensors all that it has
     rates.MATRIX_SIDES["cuda"], rates.STREAM_BYTES["cuda"] = rates.MATRIX_SIDES["cpu"], rates.STREAM_BYTES["cpu"]
