@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,47 @@ def test_strangers_that_say_nothing_keep_no_rank_out(hub: Hub, join: Any):
         assert hub._members.keys() == {1}
     wait_until(lambda: not len(hub._unproven))
     assert hub.lost == [] and member.lost == []
+
+
+def test_rank_0_proves_itself_too():
+    """Whoever has its port and not the secret is no rank 0."""
+    with closing(_Closing(Hub(secret=b"another"))) as opened, pytest.raises(ConnectionError):
+        Spoke(1, ("127.0.0.1", opened.hub.port), secret=SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
+        def answers() -> None:
+            with impostor.accept()[0] as sock:
+                sock.sendall(bytes(16))
+                sock.recv(100)
+                sock.sendall(struct.pack(">i", -2) + bytes(32))
+                sock.recv(1)
+
+        pool.submit(answers)
+        with pytest.raises(ConnectionError, match="not signed by the other rank"):
+            Spoke(1, impostor.getsockname(), secret=SECRET)
+
+
+WORD_BYTES = 4 + 32
+
+
+@pytest.mark.parametrize("change", [
+    lambda words: words[:WORD_BYTES] * 2,  # one that is repeated
+    lambda words: words[WORD_BYTES:],  # left out
+    lambda words: struct.pack(">i", -1) + words[4:WORD_BYTES],  # changed
+])
+def test_who_is_between_two_can_only_part_them(change: Callable[[bytes], bytes]):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        says, hears = (liveness._Link(sock, b"key", is_hub=is_hub) for sock, is_hub in ((ours, True), (theirs, False)))
+        for number in (5, 6):
+            says.say(number)
+        says.sock.sendall(change(theirs.recv(1000)))
+        with pytest.raises(ConnectionError, match="not signed"):
+            assert hears.next() == 5
+            hears.next()
+        theirs.sendall(liveness._NUMBER.pack(5) + says._proof(b"hub", 0, liveness._NUMBER.pack(5)))
+        with pytest.raises(ConnectionError, match="not signed"):  # its own word, sent back
+            says.hear()
 
 
 class _Closing:

@@ -3,6 +3,8 @@
 Each rank keeps a connection to rank 0, which passes on what it sees. The kernel closes the connections of a process
 that dies, even if its peers wait in a collective of NCCL, which does not notice. A host that vanishes closes none;
 TCP's keepalive probes find it after a minute.
+
+What is said are numbers of ranks. They are signed by the run's secret and not encrypted.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from typing import Any, Protocol
 
 from paceline.launch.strangers import Unproven
 
-_NONCE_BYTES, _PROOF_BYTES, _RANK = 16, 32, struct.Struct(">i")
-_FAREWELL = _RANK.pack(-1)  # in either direction: this process is about to end, and all is well
+_NONCE_BYTES, _PROOF_BYTES, _NUMBER = 16, 32, struct.Struct(">i")
+_CLAIM_BYTES = _NUMBER.size + _NONCE_BYTES  # a rank, and what its peer's proofs must be made for
+_FAREWELL = -1  # in either direction: this process is about to end, and all is well
+_WELCOME = -2  # the first word of rank 0, by which it proves that it is
 _HANDSHAKE_S = 10.0
 MOST_SILENCE_S = 60.0  # of a host's kernel, which answers whatever its processes do
 
@@ -55,6 +59,55 @@ class Liveness(Protocol):
         """farewell: whether this rank ends as it should; else the others are told that it is lost."""
 
 
+class _Link:
+    """Numbers between two that have proved themselves. Each is signed with its place in its direction: whoever is
+    between them can end the connection, and can't change, repeat or leave out what is said.
+
+    key: of this connection alone.
+    """
+
+    def __init__(self, sock: socket.socket, key: bytes, *, is_hub: bool) -> None:
+        self.sock, self._key = sock, key
+        self._ours, self._theirs = (b"hub", b"spoke") if is_hub else (b"spoke", b"hub")
+        self._num_said = self._num_heard = 0
+        self._part = b""
+
+    def say(self, number: int) -> None:
+        """A peer that is gone, or takes nothing, needs not be told."""
+        data = _NUMBER.pack(number)
+        with suppress(OSError):
+            self.sock.send(data + self._proof(self._ours, self._num_said, data))
+        self._num_said += 1
+
+    def hear(self) -> int | None:
+        """What has come; None if that is not a whole word.
+
+        Raises:
+            OSError: the connection has ended, or somebody else speaks.
+        """
+        data = self.sock.recv(_NUMBER.size + _PROOF_BYTES - len(self._part))
+        if not data:
+            raise ConnectionError("the connection was closed")
+        self._part += data
+        if len(self._part) < _NUMBER.size + _PROOF_BYTES:
+            return None
+        word, proof, self._part = self._part[:_NUMBER.size], self._part[_NUMBER.size:], b""
+        if not hmac.compare_digest(proof, self._proof(self._theirs, self._num_heard, word)):
+            raise ConnectionError("what came was not signed by the other rank")
+        self._num_heard += 1
+        number: int = _NUMBER.unpack(word)[0]
+        return number
+
+    def next(self) -> int:
+        """The next word; waits for it. Raises as `hear`."""
+        while (word := self.hear()) is None:
+            pass
+        return word
+
+    def _proof(self, side: bytes, place: int, word: bytes) -> bytes:
+        return hmac.new(self._key, side + place.to_bytes(8, "big") + word, hashlib.sha256).digest()
+
+
 class Hub:
     """Rank 0's end: hears of all ranks, and tells them.
 
@@ -70,7 +123,7 @@ class Hub:
         self._listener = _kept(_listen())
         self.port: int = self._listener.getsockname()[1]
         self._wake, self._woken = map(_kept, socket.socketpair())
-        self._members: dict[int, socket.socket] = {}
+        self._members: dict[int, _Link] = {}
         self._unproven = Unproven()
         self._farewell = False
         self._selector = selectors.DefaultSelector()
@@ -94,7 +147,7 @@ class Hub:
     def _end(self) -> None:
         for member in self._members.values():
             if self._farewell:
-                _send(member, _FAREWELL)
+                member.say(_FAREWELL)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
@@ -113,37 +166,39 @@ class Hub:
         """Take what a peer says of itself, as far as it has come."""
         if sock.fileno() < 0:
             return  # it lost its place in this very round
-        data = _received(sock, _RANK.size + _PROOF_BYTES - len(claim))
+        data = _received(sock, _CLAIM_BYTES + _PROOF_BYTES - len(claim))
         claim += data
-        if data and len(claim) < _RANK.size + _PROOF_BYTES:
+        if data and len(claim) < _CLAIM_BYTES + _PROOF_BYTES:
             return
         self._unproven.remove(sock)
-        rank = bytes(claim[:_RANK.size])
-        if not data or not hmac.compare_digest(bytes(claim[_RANK.size:]), _proof(self._secret, nonce, rank)):
+        said = bytes(claim[:_CLAIM_BYTES])
+        if not data or not hmac.compare_digest(bytes(claim[_CLAIM_BYTES:]),
+                                               _keyed(self._secret, b"liveness", nonce, said)):
             self._drop(sock)
             return
-        number, = _RANK.unpack(rank)
+        number, = _NUMBER.unpack(said[:_NUMBER.size])
         _watch_host(sock, self._silence_s)
-        self._members[number] = sock
-        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._hear(number, sock))
-        for lost in self.lost:
-            _send(sock, _RANK.pack(lost))
+        self._members[number] = link = _Link(sock, _keyed(self._secret, b"words", nonce, said), is_hub=True)
+        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._hear(number, link))
+        for word in (_WELCOME, *self.lost):
+            link.say(word)
 
-    def _hear(self, number: int, sock: socket.socket) -> None:
+    def _hear(self, number: int, link: _Link) -> None:
         """The only word of a member is its farewell; without one its end is a loss."""
         is_unreachable = False
         try:
-            word = sock.recv(_RANK.size)
+            if (word := link.hear()) is None:
+                return
         except OSError as error:
-            word, is_unreachable = b"", _is_silence(error)
+            word, is_unreachable = None, _is_silence(error)
         del self._members[number]
-        self._drop(sock)
+        self._drop(link.sock)
         if word != _FAREWELL:
             if is_unreachable:
                 self.unreachable.append(number)
             self.lost.append(number)
             for member in self._members.values():
-                _send(member, _RANK.pack(number))
+                member.say(number)
 
     def _drop(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
@@ -157,7 +212,7 @@ class Spoke:
         address: Of rank 0's host, and its hub's port.
 
     Raises:
-        OSError: it can't be reached there.
+        OSError: it can't be reached there, or does not know the secret.
     """
 
     def __init__(self, rank: int, address: tuple[str, int], *, secret: bytes,
@@ -165,24 +220,36 @@ class Spoke:
         self.lost: list[int] = []
         self.unreachable: list[int] = []
         self._sock = _kept(socket.create_connection(address, timeout=_HANDSHAKE_S))
-        number = _RANK.pack(rank)
-        self._sock.sendall(number + _proof(secret, _exactly(self._sock, _NONCE_BYTES), number))
+        try:
+            self._link = self._joined(rank, secret)
+        except BaseException:
+            self._sock.close()
+            raise
         self._sock.settimeout(None)
         _watch_host(self._sock, silence_s(patience_s))
         self._thread = _started(self._listen)
 
     def close(self, *, farewell: bool) -> None:
         if farewell:
-            _send(self._sock, _FAREWELL)
+            self._link.say(_FAREWELL)
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._sock.close()
 
+    def _joined(self, rank: int, secret: bytes) -> _Link:
+        nonce = _exactly(self._sock, _NONCE_BYTES)
+        said = _NUMBER.pack(rank) + secrets.token_bytes(_NONCE_BYTES)
+        self._sock.sendall(said + _keyed(secret, b"liveness", nonce, said))
+        link = _Link(self._sock, _keyed(secret, b"words", nonce, said), is_hub=False)
+        if link.next() != _WELCOME:
+            raise ConnectionError("rank 0 did not welcome this rank")
+        return link
+
     def _listen(self) -> None:
         try:
-            while (word := _exactly(self._sock, _RANK.size)) != _FAREWELL:
-                self.lost.append(_RANK.unpack(word)[0])
+            while (word := self._link.next()) != _FAREWELL:
+                self.lost.append(word)
         except OSError as error:
             if _is_silence(error):
                 self.unreachable.append(0)
@@ -241,11 +308,6 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-def _send(sock: socket.socket, data: bytes) -> None:
-    """A peer that is gone, or takes nothing, needs not be told."""
-    with suppress(OSError):
-        sock.send(data)
-
-
-def _proof(secret: bytes, nonce: bytes, rank: bytes) -> bytes:
-    return hmac.new(secret, b"liveness" + nonce + rank, hashlib.sha256).digest()
+def _keyed(secret: bytes, purpose: bytes, nonce: bytes, claim: bytes) -> bytes:
+    """What nobody without the secret can make, for one connection and one purpose."""
+    return hmac.new(secret, purpose + nonce + claim, hashlib.sha256).digest()
