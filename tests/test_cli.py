@@ -18,7 +18,7 @@ import paceline
 from paceline import doctor
 from paceline.cli import app
 from paceline.doctor import Finding
-from paceline.errors import ClusterError, OutOfMemory, PacelineError, PeerLost, PlanError, Preempted
+from paceline.errors import ClusterError, MissingPackage, OutOfMemory, PacelineError, PeerLost, PlanError, Preempted
 
 FIGURES = {"plan": "data=2", "world_size": 2, "steps": 1200, "samples": 38400, "samples_per_s": 12345.6,
            "final_loss": 0.25, "validation_loss": None, "metrics": {"accuracy": 0.97}, "wall_s": 3.2,
@@ -174,6 +174,18 @@ def test_a_wrong_request_is_told_once(
     for name, value in {**JOINED, "RANK": rank, "LOCAL_RANK": rank}.items():
         monkeypatch.setenv(name, value)
     verb("train", PlanError("no such plan"))
+    result = call("train", job_file)
+    assert (result.exit_code, bool(result.stderr)) == (2, told)
+
+
+@pytest.mark.parametrize(("local_rank", "told"), [("0", True), ("1", False)])
+def test_what_is_missing_on_a_host_is_told_by_it(
+    verb: Any, job_file: str, monkeypatch: pytest.MonkeyPatch, local_rank: str, told: bool
+):
+    of_the_second = {"WORLD_SIZE": "4", "RANK": str(2 + int(local_rank)), "LOCAL_RANK": local_rank}
+    for name, value in {**JOINED, **of_the_second}.items():
+        monkeypatch.setenv(name, value)
+    verb("train", MissingPackage("PACELINE_TLS=1", "cryptography", install="it"))
     result = call("train", job_file)
     assert (result.exit_code, bool(result.stderr)) == (2, told)
 

@@ -20,7 +20,7 @@ import typer
 
 import paceline
 from paceline.document import strict
-from paceline.errors import PacelineError, UsageError, on_windows
+from paceline.errors import HostError, PacelineError, UsageError, on_windows
 from paceline.jobfile import JobFile
 from paceline.launch import environment
 from paceline.launch import hosts as launch_hosts
@@ -481,7 +481,7 @@ def _reported() -> Iterator[None]:
         with _stdout_to_stderr():
             yield
     except PacelineError as error:
-        if not isinstance(error, UsageError) or _is_first_rank():  # every rank finds the same fault with a request
+        if _tells(error):
             typer.echo(f"error: {error}{_card_of(error)}", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
@@ -520,10 +520,21 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _is_first_rank() -> bool:
-    """Whether this process speaks for the run: under torchrun and Slurm every rank is a command of its own."""
+def _tells(error: PacelineError) -> bool:
+    """Whether this process prints an error. Every rank finds the same fault with a request, and one tells it; what is
+    missing on a host, one of its own ranks tells."""
+    if isinstance(error, HostError):
+        return _is_first_rank("local_rank")
+    return not isinstance(error, UsageError) or _is_first_rank()
+
+
+def _is_first_rank(number: str = "rank") -> bool:
+    """Whether this process speaks for the run: under torchrun and Slurm every rank is a command of its own.
+
+    number: "local_rank" for the first of its host.
+    """
     try:
-        return getattr(environment.current(), "rank", 0) == 0
+        return getattr(environment.current(), number, 0) == 0
     except PacelineError:  # the launcher's variables contradict each other, which every rank may tell
         return True
 

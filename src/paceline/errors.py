@@ -27,7 +27,11 @@ class UsageError(PacelineError, ValueError):
     exit_code = 2
 
 
-class MissingPackage(UsageError):
+class HostError(UsageError):
+    """Something is missing on this host that another one of the run may have: each of them tells its own."""
+
+
+class MissingPackage(HostError):
     """A package that is not installed. what: the thing that needs it. install: what follows 'pip install'."""
 
     def __init__(self, what: str, package: str | None, *, install: str) -> None:

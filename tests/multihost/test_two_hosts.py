@@ -17,9 +17,15 @@ PACELINE = [sys.executable, "-P", "-m", "paceline"]
 
 @pytest.mark.root
 @pytest.mark.timeout(900)
-def test_two_hosts_under_torchrun_reach_the_weights_of_one(hosts: list[str], tmp_path: Path) -> None:
-    """The same plan across two hosts gives the same weights, and gloo finds the interface by itself."""
-    arguments = [str(EXAMPLE), "--plan", "data=2", "--steps", "30", "--set", "width=8"]
+@pytest.mark.parametrize(("plan", "asked"), [
+    ("data=2", {}),
+    pytest.param("server=1 workers=1", {"PACELINE_TLS": "1", "PACELINE_SECRET": "ab" * 32}, marks=pytest.mark.slow),
+])
+def test_two_hosts_under_torchrun_reach_the_weights_of_one(
+    hosts: list[str], tmp_path: Path, plan: str, asked: dict[str, str]
+) -> None:
+    """The same plan across two hosts gives the same weights, also encrypted; gloo finds the interface by itself."""
+    arguments = [str(EXAMPLE), "--plan", plan, "--steps", "30", "--set", "width=8"]
     # One thread a rank on both sides: another number of threads sums in another order.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO", "MASTER", "RANK", "WORLD"))}
     environ["OMP_NUM_THREADS"] = "1"
@@ -27,7 +33,8 @@ def test_two_hosts_under_torchrun_reach_the_weights_of_one(hosts: list[str], tmp
         ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
          str(rank), "--nproc-per-node", "1", "--master-addr", "10.78.0.1", "--master-port", "29400", "--no-python",
          "--", *PACELINE, "train", *arguments, "--run", str(tmp_path / "two")],
-        env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank, name in enumerate(hosts)]
+        env={**environ, **asked}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank, name in enumerate(hosts)]
     try:
         said = [node.communicate(timeout=400)[0] for node in nodes]
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.cluster import Device
 from paceline.errors import ClusterError, PacelineError, PeerLost
-from paceline.launch import hosted
+from paceline.launch import hosted, tls
 from paceline.launch.context import RankContext
 from paceline.launch.environment import Environment, address_towards, interface_towards
 from paceline.launch.failure import Failure, RankFailed, different_verbs
@@ -115,12 +115,11 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
                run_dir: Path | None, timeout_s: float, fault_policy: FaultPolicy = ALL_NEEDED) -> Any:
     """Run `body(context)` as this rank and return its result.
 
-    The ranks' secret is PACELINE_SECRET where it is set, else one that rank 0 leaves in the launcher's store: then
-    whoever can reach that store knows it.
-
     Raises:
         RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
+        UsageError: connections between hosts must be encrypted, and can't be.
     """
+    encrypts = tls.is_used(environment, fault_policy)
     terminal, here = sys.stderr, hosted.this_rank()
 
     def report(failure: Failure) -> None:
@@ -141,11 +140,10 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
             for stream in (sys.stderr,) if environment.rank == 0 else (terminal, sys.stderr):
                 print(f"error: {failure.describe()}", file=stream, flush=True)
 
-    secret = os.environ.get("PACELINE_SECRET") or agree(store, environment, f"secret/{attempt}",
-                                                        lambda: secrets.token_hex(32), timeout_s=timeout_s)
+    secret = _secret(store, environment, attempt, timeout_s)
     # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
     need_each_other = fault_policy.uses_process_group and environment.world_size > 1
-    liveness = _join_liveness(store, environment, attempt, secret.encode(), timeout_s) if need_each_other else None
+    liveness = _join_liveness(store, environment, attempt, secret, timeout_s) if need_each_other else None
     board, slot = (here.board, here.slot) if here is not None else (HeartbeatTable(1), 0)
     board.write(slot, 0, "build")  # it is watched from here on
     if shares_verbs := here is None and environment.local_world_size > 1:
@@ -153,7 +151,7 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     context = RankContext(
         environment.rank, environment.world_size, environment.local_world_size,
         set_up_device(device, environment.local_world_size), None, board, slot, attempt, timeout_s=timeout_s,
-        secret=secret.encode(), host=address_towards(environment.master_address) or "127.0.0.1",
+        secret=secret, encrypts=encrypts, host=address_towards(environment.master_address) or "127.0.0.1",
         num_starts=environment.num_starts, deaths=(0,) * environment.world_size,
         lost=liveness.lost if liveness else [], unreachable=liveness.unreachable if liveness else [],
         hosts=_hosts_of_ranks(store, environment, attempt), verb_row=environment.rank if shares_verbs else None)
@@ -171,6 +169,14 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     if failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
         sys.exit(failure.exit_code)
     raise RankFailed(failure, log)
+
+
+def _secret(store: Any, environment: Environment, attempt: str, timeout_s: float) -> bytes:
+    """What the ranks know and nobody else: PACELINE_SECRET where it is set, else one that rank 0 leaves in the
+    launcher's store. Then whoever can reach that store knows it too."""
+    text = os.environ.get("PACELINE_SECRET") or agree(store, environment, f"secret/{attempt}",
+                                                      lambda: secrets.token_hex(32), timeout_s=timeout_s)
+    return text.encode()
 
 
 def _explained(failure: Failure, context: RankContext) -> Failure:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster import Device
 from paceline.errors import UsageError
+from paceline.launch import tls
 from paceline.launch.environment import Environment
 from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.heartbeats import HeartbeatTable
@@ -23,10 +24,17 @@ class Launcher:
 
     environment: what a launcher said, or None.
     devices: one a rank that is started here; inside a launcher, one a local rank.
+
+    Raises:
+        UsageError: connections between hosts must be encrypted, and can't be.
     """
 
-    def __init__(self, environment: Environment | None, devices: Sequence[Device], *, timeout_s: float) -> None:
+    def __init__(self, environment: Environment | None, devices: Sequence[Device], *, timeout_s: float,
+                 fault_policy: FaultPolicy = ALL_NEEDED) -> None:
         self.environment, self.devices, self.timeout_s = environment, devices, timeout_s
+        self.fault_policy = fault_policy
+        if environment is not None:
+            tls.is_used(environment, fault_policy)  # every rank finds out by itself, before they meet
         self._store: Any = None
 
     @property
@@ -45,8 +53,7 @@ class Launcher:
         return agree(self._store, self.environment, key, make, timeout_s=self.timeout_s)
 
     def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[HeartbeatTable], None] | None = None,
-            fault_policy: FaultPolicy = ALL_NEEDED, restarts: int = 0,
-            listener: Listener | None = None) -> Any:
+            restarts: int = 0, listener: Listener | None = None) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
         idle: called in a fork of this process while forked ranks work, with their signs of life.
@@ -60,7 +67,7 @@ class Launcher:
             from paceline.launch.local import run_local
 
             return run_local(body, self.devices, run_dir=run_dir, timeout_s=self.timeout_s, idle=idle,
-                             fault_policy=fault_policy, restarts=restarts, listener=listener)[0]
+                             fault_policy=self.fault_policy, restarts=restarts, listener=listener)[0]
         if restarts:
             raise UsageError(f"restarts={restarts}: {self.environment.launcher} started this rank, not Paceline",
                              hint="torchrun --max-restarts N starts ranks again; give the command --resume with it")
@@ -69,5 +76,5 @@ class Launcher:
         attempt = self.agree("attempt", lambda: uuid.uuid4().hex[:12])
         return run_joined(body, self.environment, self.devices[self.environment.local_rank % len(self.devices)],
                           store=self._store, attempt=attempt, run_dir=run_dir, timeout_s=self.timeout_s,
-                          fault_policy=fault_policy)
+                          fault_policy=self.fault_policy)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError
+from paceline.launch import tls
 from paceline.launch.messages import Message
 from paceline.launch.nodes import write_line
 from paceline.launch.shared_files import SharedFiles
@@ -32,21 +33,26 @@ _PORTS = range(20000, 32768)  # below those that Linux gives to outgoing connect
 
 @dataclass(frozen=True)
 class TrainingGreeting:
-    """What a node is told first; it answers with a port that is free. folder: where the ranks work."""
+    """What a node is told first; it answers with a port that is free. folder: where the ranks work. encrypts: whether
+    connections between nodes must be encrypted."""
 
     shared: SharedFiles
     folder: str
+    encrypts: bool
 
     @classmethod
     def decode(cls, line: bytes) -> TrainingGreeting:
         document = json.loads(line)
-        return cls(SharedFiles(**document["shared"]), document["folder"])
+        return cls(SharedFiles(**document["shared"]), document["folder"], document["encrypts"])
 
     def check(self) -> None:
         """
         Raises:
-            UsageError: this node does not see the files, or the folder.
+            UsageError: this node does not see the files, or the folder, or does not know that it must encrypt.
         """
+        if self.encrypts and not tls.is_asked_for():
+            raise UsageError("PACELINE_TLS=1 is set where the command runs, and not on this node",
+                             hint="start Ray on every node with PACELINE_TLS and PACELINE_SECRET in its environment")
         self.shared.check()
         if not Path(self.folder).is_dir():
             raise UsageError(f"the working folder {self.folder} is not there",

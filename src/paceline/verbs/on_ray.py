@@ -21,7 +21,7 @@ from typing import Any
 from paceline.errors import ClusterError, PacelineError, PeerLost, PlanError, Preempted, UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFile
-from paceline.launch import hosts, signals
+from paceline.launch import hosts, signals, tls
 from paceline.launch.failure import Failure, cause_of, ended_by
 from paceline.launch.fault_policy import FRUITLESS_RESTARTS, RESTARTS
 from paceline.launch.fork import value_of
@@ -198,7 +198,7 @@ class _Attempts:
         """Start the ranks; None if a node is lost before."""
         run, each = self.run, self.run.plan.world_size // len(places)
         with marked(run.source, run.run_dir) as shared:
-            greeting = asdict(TrainingGreeting(shared, str(Path.cwd())))
+            greeting = asdict(TrainingGreeting(shared, str(Path.cwd()), tls.is_asked_for()))
             for node in range(len(places)):
                 wire.tell(node, json.dumps(greeting))
             answers = answers_to_greetings(wire, _START_S, what="port")

@@ -155,7 +155,7 @@ class TrainRequest:
     def _train(self, claims: ExitStack, run: str | Path | None, *, timeout_s: float, restarts: int | None, check: bool,
                follow: Follow | None, **options: Any) -> Result:
         from paceline.planner.resolve import devices_of
-        from paceline.runtime.drivers import train_rank
+        from paceline.runtime.drivers import fault_policy, train_rank
         from paceline.runtime.loop import Settings
         from paceline.strategies.compose import load
         from paceline.verbs.early import refuse_early
@@ -164,7 +164,8 @@ class TrainRequest:
         refuse_unwatched(options.get("on_spike"), job, asked.plan, saves=options.get("save_every") is not None)
         load(asked.plan)
         priced = price(job, asked, chosen, snapshot=options.get("save_every") is not None)
-        launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s)
+        launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s,
+                            fault_policy=fault_policy(asked.plan))
         launcher.agree("job", lambda: str(refuse_early(job, asked.plan)))
         is_again = launcher.environment is not None and launcher.environment.num_starts > 1
         is_resumed = options.get("resume", False) or is_again
@@ -211,13 +212,12 @@ class TrainRequest:
     def _run(self, launcher: Launcher, body: Body, priced: Priced, run_dir: Path, *, controller: RunController | None,
              restarts: int | None) -> Any:
         from paceline.launch.fault_policy import RESTARTS
-        from paceline.runtime.drivers import fault_policy
 
         if restarts is None:
             restarts = RESTARTS if launcher.environment is None else 0
         try:
-            return launcher.run(body, run_dir=run_dir, restarts=restarts, fault_policy=fault_policy(self.asked.plan),
-                                idle=lambda board: predict_once_started(board, priced, run_dir), listener=controller)
+            return launcher.run(body, run_dir=run_dir, restarts=restarts, listener=controller,
+                                idle=lambda board: predict_once_started(board, priced, run_dir))
         except RankFailed as failed:
             for part in run_dir.glob(f".{folder.PREDICTED}.*.tmp"):  # the process that predicts is killed at any line
                 part.unlink()

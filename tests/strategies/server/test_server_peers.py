@@ -24,6 +24,7 @@ from paceline.launch.context import RankContext
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.plans import Plan
 from paceline.runtime.loop import Settings
+from paceline.strategies.server.exchange import shared
 from paceline.strategies.server.exchange.serve import bytes_of
 from paceline.strategies.server.exchange.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect
 from paceline.strategies.server.ranks.coordinator import Coordinator
@@ -102,12 +103,13 @@ def _job() -> paceline.Job:
 class Run:
     """Server 0 on a thread of this process, and peers that are played here."""
 
-    def __init__(self, plan: str, *, timeout_s: float = PATIENCE_S) -> None:
+    def __init__(self, plan: str, *, timeout_s: float = PATIENCE_S, encrypts: bool = False) -> None:
         self.plan, self.job, store = Plan.parse(plan), _job(), dist.HashStore()
         world = self.plan.world_size
         self.shares = (1,) * self.plan.sync.num_replicas(self.plan.axes)
         self.contexts = [RankContext(rank, world, world, torch.device("cpu"), store, HeartbeatTable(1), 0, "try",
-                                     secret=SECRET, timeout_s=timeout_s, deaths=(0,) * world, restarts=3)
+                                     secret=SECRET, encrypts=encrypts, timeout_s=timeout_s, deaths=(0,) * world,
+                                     restarts=3)
                          for rank in range(world)]
         model, shards = build(self.job, self.plan)
         self.coordinator = Coordinator(self.task(0), number=0, model=model, shards=shards)
@@ -161,6 +163,22 @@ def started() -> Iterator[Callable[[str], Run]]:
     yield start
     for run in runs:
         run.close()
+
+
+def test_encrypted_runs_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch):
+    """All elements travel in frames, as between hosts."""
+    monkeypatch.setattr(shared, "_reach", lambda process, descriptor, mark, chunk_bytes: None)
+    weights = []
+    for encrypts in (False, True):
+        run = Run("server=1 workers=2", encrypts=encrypts)
+        run.work(0)
+        run.work(1)
+        assert run.end()["steps"] == STEPS
+        weights.append({name: view.clone() for name, view in run.coordinator.exchange.views.items()})
+        run.close()
+    plain, encrypted = weights
+    assert plain.keys() == encrypted.keys()
+    assert all(torch.equal(plain[name], encrypted[name]) for name in plain)
 
 
 def _hears(connection: Connection) -> dict[str, Any]:

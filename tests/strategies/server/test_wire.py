@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.launch.tls import Identity
 from paceline.strategies.server.exchange import shared as memory
 from paceline.strategies.server.exchange import wire
 from paceline.strategies.server.exchange.arrive import WeightArrivals
@@ -66,7 +67,8 @@ def _kept(sock: socket.socket) -> Connection:
 class Served:
     """A server with what it says on queues."""
 
-    def __init__(self, num_parts: int = 1) -> None:
+    def __init__(self, num_parts: int = 1, identity: Identity | None = None) -> None:
+        self.identity = identity
         self.held: queue.Queue[tuple[int, float]] = queue.Queue()
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
@@ -74,12 +76,14 @@ class Served:
             SHARD, ShardTerms(num_parts, end=100, keeps_sending=True, measures=True),
             ShardEvents(held=lambda *told: self.held.put(told), ready=lambda gradients, scale: None,
                         lost=lambda *told: self.lost.put(told), failed=self.failed.put), Uplink())
-        self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT)
+        self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT,
+                             identity=identity)
         for view in self.exchange.views.values():
             view.fill_(1.5)
 
     def reach(self, peer: Peer = WORKER, *, secret: bytes = SECRET, layout: bytes = LAYOUT) -> Connection:
-        _OPEN.append(connect(self.door.address, peer, secret=secret, layout=layout, timeout_s=60))
+        _OPEN.append(connect(self.door.address, peer, secret=secret, layout=layout, timeout_s=60,
+                             encrypts=self.identity is not None))
         return _OPEN[-1]
 
     def stranger(self) -> socket.socket:
@@ -101,17 +105,29 @@ class Served:
         self.exchange.close()
 
 
+@pytest.fixture(scope="module")
+def identity() -> Identity:
+    return Identity.make()
+
+
+@pytest.fixture(params=["plain", "tls"])
+def served(request: pytest.FixtureRequest, identity: Identity) -> Iterator[Served]:
+    found = Served(identity=identity if request.param == "tls" else None)
+    yield found
+    found.close()
+
+
 @pytest.fixture
-def served() -> Iterator[Served]:
+def plain() -> Iterator[Served]:
     found = Served()
     yield found
     found.close()
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["plain", "tls"])
+def shared(request: pytest.FixtureRequest, identity: Identity) -> Iterator[Served]:
     """One server for many strangers."""
-    found = Served()
+    found = Served(identity=identity if request.param == "tls" else None)
     yield found
     found.close()
 
@@ -241,11 +257,11 @@ def test_a_server_that_does_not_know_the_secret():
     sock.close()
 
 
-def test_another_version(served: Served):
+def test_another_version(plain: Served):
     """Named on both sides."""
-    head = bytearray(Header(Kind.GREETING, 8).pack())
+    head = bytearray(Header(Kind.HELLO).pack())
     struct.pack_into(">H", head, 4, wire.VERSION + 1)
-    with served.stranger() as sock:
+    with plain.stranger() as sock:
         sock.sendall(head)
         said = b"".join(iter(lambda: sock.recv(4096), b""))
     assert f"version {wire.VERSION + 1}".encode() in said
@@ -253,7 +269,7 @@ def test_another_version(served: Served):
         Header.unpack(bytes(head))
 
 
-@given(st.binary(max_size=300))
+@given(st.binary(max_size=300) | st.binary(max_size=300).map(b"\x16\x03\x01".__add__))
 @settings(max_examples=30)
 def test_bytes_of_a_stranger(shared: Served, data: bytes):
     """Any bytes at all are heard to their end and answered by an end."""
@@ -467,7 +483,7 @@ def test_a_greeting_that_is_changed(attacked: Attacked, changes: list[tuple[int,
         for place, value in changes:
             greeting[place] = value
         try:
-            sock.sendall(greeting[:length])
+            sock.sendall(Header(Kind.HELLO).pack() + greeting[:length])
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(4096):
                 pass

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline.launch.strangers import Unproven
+from paceline.launch.tls import Identity
 from paceline.strategies.server.clock import LEASES
 from paceline.strategies.server.exchange.shared import Shared, accept_offer
 from paceline.strategies.server.exchange.wire import (
@@ -51,11 +52,14 @@ class Acceptor:
 
     Args:
         check: Raises a WireError for a peer that knows the secret and has no business here; it is told why.
+        identity: With which connections are encrypted; None if they are not.
     """
 
     def __init__(self, sock: socket.socket, welcome: Callable[[Connection, Peer], None], *, secret: bytes,
-                 layout: bytes, check: Callable[[Peer], None] = lambda peer: None) -> None:
-        self.sock, self.welcome, self.secret, self.layout, self.check = sock, welcome, secret, layout, check
+                 layout: bytes, check: Callable[[Peer], None] = lambda peer: None,
+                 identity: Identity | None = None) -> None:
+        self.sock, self.welcome = sock, welcome
+        self.accept = partial(accept, secret=secret, layout=layout, check=check, identity=identity)
         self.refused = 0
         self.is_closed = False
         self.unproven = Unproven()
@@ -86,7 +90,7 @@ class Acceptor:
 
     def _admit(self, sock: socket.socket) -> None:
         try:
-            connection, peer = accept(sock, secret=self.secret, layout=self.layout, check=self.check)
+            connection, peer = self.accept(sock)
         except (WireError, OSError):
             sock.close()
             self.refused += 1

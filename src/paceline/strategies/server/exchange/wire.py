@@ -1,9 +1,12 @@
 """Messages between workers and servers: framed, checked, with a version, over TCP between peers that know a secret.
 
 A connection begins with a challenge in each direction, answered by an HMAC of the run's secret, so neither side talks
-to a stranger. Frames after it are not encrypted: the network is trusted not to change them. A frame is a header of
-fixed size and a payload, whose length is checked against what may come before anything is allocated for it. Payloads
-are JSON or the bare elements of tensors; nothing is ever unpickled.
+to a stranger. With TLS all of this is inside of it, and the answers hold for this server's certificate alone; without
+it frames are not encrypted, and the network is trusted not to change them. Who connects speaks first, so that a side
+with TLS and one without notice at once.
+
+A frame is a header of fixed size and a payload, whose length is checked against what may come before anything is
+allocated for it. Payloads are JSON or the bare elements of tensors; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from enum import IntEnum
 from typing import Any
 
 from paceline.errors import PeerLost
+from paceline.launch.tls import Identity, PlainPeer, TlsSocket
 from paceline.waiting import waiting
 
 MAGIC = b"PLps"
-VERSION = 1
+VERSION = 2
 # magic, version, kind, dtype, worker, incarnation, step, chunk, length of the payload; big-endian
 _HEADER = struct.Struct(">4sHBBIIqIQ")
 DTYPES = ("none", "float32", "float64", "bfloat16", "float16", "complex64", "complex128")
@@ -38,6 +42,7 @@ HANDSHAKE_S = 10.0  # for a peer to prove itself
 INTERACTIVE, BULK = 6, 2  # what goes first and last of a host's queue, as Linux's own scheduler of packets sorts it
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING_BYTES = 8 + _NONCE_BYTES + 32 + _PROOF_BYTES
+_SAME_ON_ALL = "PACELINE_TLS must be equal on all hosts"
 
 
 class Kind(IntEnum):
@@ -58,6 +63,7 @@ class Kind(IntEnum):
     OFFER = 13
     TAKEN = 14
     DECLINED = 15
+    HELLO = 16
 
 
 class Role(IntEnum):
@@ -75,6 +81,13 @@ class WireError(PeerLost):
     """A peer sent what it may not send, or is gone. heard: its own report, if there is one, is the cause."""
 
     heard = True
+
+    @classmethod
+    def of_this_rank(cls, message: str, *, hint: str | None = None) -> WireError:
+        """One of which no other rank says more."""
+        error = cls(message, hint=hint)
+        error.heard = False
+        return error
 
 
 class Closed(WireError):
@@ -159,6 +172,8 @@ class Uplink:
 class Connection:
     """A stream of frames. One thread at a time receives; any thread may send."""
 
+    sock: socket.socket | TlsSocket
+
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.is_within_host = sock.getpeername()[0] == sock.getsockname()[0]  # nothing queues there
@@ -168,6 +183,27 @@ class Connection:
         self.deadline_s: float | None = None
         self.sent_bytes = self.received_bytes = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def encrypt(self, identity: Identity | None = None) -> bytes:
+        """From now on all is under TLS. Returns the hash of the certificate of the side that listens.
+
+        identity: of this side, if it is that one.
+
+        Raises:
+            WireError: it can't be. PlainPeer: the peer speaks without.
+        """
+        assert isinstance(self.sock, socket.socket)
+        sock = TlsSocket(self.sock, identity)
+        try:
+            if self.deadline_s is not None:
+                sock.settimeout(max(1e-3, self.deadline_s - time.monotonic()))
+            fingerprint = sock.handshake()
+        except PlainPeer:
+            raise
+        except OSError as error:
+            raise Closed(f"TLS can't begin: {error}") from error
+        self.sock = sock
+        return fingerprint
 
     def send(self, header: Header, *parts: memoryview | bytes) -> None:
         """One frame; `header.length` must be that of the parts.
@@ -272,42 +308,52 @@ def listen(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
 
 
-def connect(address: tuple[str, int], peer: Peer, *, secret: bytes, layout: bytes, timeout_s: float) -> Connection:
+def connect(address: tuple[str, int], peer: Peer, *, secret: bytes, layout: bytes, timeout_s: float,
+            encrypts: bool = False) -> Connection:
     """Reach a server and prove to each other that both know the secret.
 
     layout: 32 bytes that both sides must share, of how the model is cut.
+    encrypts: whether this is done, and all that follows, under TLS.
 
     Raises:
         WireError: it can't be reached, refuses this peer, or can't prove itself.
     """
+    where = f"the server at {address[0]}:{address[1]}"
     try:
         connection = Connection(socket.create_connection(address, timeout=timeout_s))
     except OSError as error:
-        raise WireError(f"the server at {address[0]}:{address[1]} can't be reached: {error}") from error
+        raise WireError(f"{where} can't be reached: {error}") from error
     try:
         connection.limit(HANDSHAKE_S)
+        certificate = connection.encrypt() if encrypts else b""
+        connection.send(Header(Kind.HELLO))
         challenge = _expect(connection, Kind.CHALLENGE, _NONCE_BYTES)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         claim = struct.pack(">HHI", peer.role, peer.number, peer.incarnation) + nonce + layout
-        greeting = claim + _proof(secret, b"client", challenge, claim)
+        greeting = claim + _proof(secret, b"client", challenge, claim + certificate)
         connection.send(Header(Kind.GREETING, len(greeting)), greeting)
         answer = _expect(connection, Kind.WELCOME, _PROOF_BYTES)
-        if not hmac.compare_digest(answer, _proof(secret, b"server", challenge, claim)):
-            raise WireError(f"the server at {address[0]}:{address[1]} does not know the run's secret")
+        if not hmac.compare_digest(answer, _proof(secret, b"server", challenge, claim + certificate)):
+            raise WireError(f"{where} does not know the run's secret")
         connection.limit(None)
         if peer.role != Role.DATA:
             connection.prioritise(INTERACTIVE)
+    except PlainPeer as error:
+        connection.close()
+        raise WireError.of_this_rank(f"{where} does not encrypt, and this rank does (PACELINE_TLS=1)",
+                                     hint=_SAME_ON_ALL) from error
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def accept(sock: socket.socket, *, secret: bytes, layout: bytes,
-           check: Callable[[Peer], None] = lambda peer: None) -> tuple[Connection, Peer]:
+def accept(sock: socket.socket, *, secret: bytes, layout: bytes, check: Callable[[Peer], None] = lambda peer: None,
+           identity: Identity | None = None) -> tuple[Connection, Peer]:
     """Let a peer prove itself on a fresh connection.
 
     check: raises a WireError for a peer that has no business here.
+    identity: with which this is done, and all that follows, under TLS.
 
     Raises:
         WireError: it can't; it was told why, and the connection is closed.
@@ -315,32 +361,46 @@ def accept(sock: socket.socket, *, secret: bytes, layout: bytes,
     connection = Connection(sock)
     try:
         connection.limit(HANDSHAKE_S)
+        certificate = b"" if identity is None else connection.encrypt(identity)
         challenge = secrets.token_bytes(_NONCE_BYTES)
         connection.send(Header(Kind.CHALLENGE, len(challenge)), challenge)
+        _expect(connection, Kind.HELLO, 0)
         greeting = _expect(connection, Kind.GREETING, _GREETING_BYTES)
         claim, proof = greeting[:-_PROOF_BYTES], greeting[-_PROOF_BYTES:]
-        if not hmac.compare_digest(proof, _proof(secret, b"client", challenge, claim)):
-            raise WireError("a peer does not know the run's secret", hint="PACELINE_SECRET must be equal on all hosts")
-        role, number, incarnation = struct.unpack(">HHI", claim[:8])
-        if claim[-32:] != layout:
-            raise WireError("a peer cuts the model in another way: its job, plan or version differs",
-                            hint="start every rank with the same job file and plan")
-        if role not in _ROLES:
-            raise WireError(f"a peer asks for a connection of unknown kind {role}")
-        peer = Peer(Role(role), number, incarnation)
+        if not hmac.compare_digest(proof, _proof(secret, b"client", challenge, claim + certificate)):
+            raise WireError("a peer does not know the run's secret", hint="PACELINE_SECRET must be equal on all hosts"
+                            + (", and nothing between them may end TLS" if identity else ""))
+        peer = _peer(claim, layout)
         check(peer)
-        welcome = _proof(secret, b"server", challenge, claim)
+        welcome = _proof(secret, b"server", challenge, claim + certificate)
         connection.send(Header(Kind.WELCOME, len(welcome)), welcome)
         connection.limit(None)
-        if role != Role.DATA:
+        if peer.role != Role.DATA:
             connection.prioritise(INTERACTIVE)
-    except WireError as error:
+    except (WireError, PlainPeer) as error:
+        if isinstance(error, PlainPeer):
+            error = WireError("it does not encrypt, and the server does (PACELINE_TLS=1)", hint=_SAME_ON_ALL)
         with suppress(WireError):
             why = str(error).encode()
             connection.send(Header(Kind.REFUSED, len(why)), why)
         connection.close()
-        raise
+        raise error
     return connection, peer
+
+
+def _peer(claim: bytes, layout: bytes) -> Peer:
+    """Who a peer says that it is.
+
+    Raises:
+        WireError: nobody of this run.
+    """
+    role, number, incarnation = struct.unpack(">HHI", claim[:8])
+    if claim[-32:] != layout:
+        raise WireError("a peer cuts the model in another way: its job, plan or version differs",
+                        hint="start every rank with the same job file and plan")
+    if role not in _ROLES:
+        raise WireError(f"a peer asks for a connection of unknown kind {role}")
+    return Peer(Role(role), number, incarnation)
 
 
 def _expect(connection: Connection, kind: Kind, length: int) -> bytes:
@@ -349,9 +409,7 @@ def _expect(connection: Connection, kind: Kind, length: int) -> bytes:
     if header.kind == Kind.REFUSED:
         why = bytearray(connection.checked(header, 0, 4096))
         connection.read_into(memoryview(why))
-        error = WireError(f"the server refused this rank: {why.decode(errors='replace')}")
-        error.heard = False
-        raise error
+        raise WireError.of_this_rank(f"the server refused this rank: {why.decode(errors='replace')}")
     if header.kind != kind:
         raise WireError(f"a peer sent {header.kind.name} where {kind.name} was due")
     data = bytearray(connection.checked(header, length, length))

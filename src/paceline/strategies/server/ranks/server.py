@@ -13,6 +13,7 @@ import torch
 
 from paceline.errors import JobError, TrainingError
 from paceline.job.own_step import spec
+from paceline.launch.tls import Identity
 from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.write import Writer
@@ -75,7 +76,7 @@ class Server:
         self.exchange.begin_at(self.version)
         self.gradients: dict[str, torch.Tensor] = {}  # of a step of the job's own so far, for whoever looks on
         self.door = Acceptor(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
-                             check=self.check)
+                             check=self.check, identity=Identity.make() if context.encrypts else None)
         task.rendezvous.announce(number, self.door.address)
         if settings.observer is not None:
             settings.observer.initial(self.shelf)
@@ -271,7 +272,7 @@ class Follower(Server):
         super().__init__(task, number=number, model=model, shards=shards)
         this_server = Peer(Role.SERVER, number, 0)
         self.coordinator = connect(task.rendezvous.address(0), this_server, secret=self.context.secret,
-                                   layout=self.layout, timeout_s=timeout_s)
+                                   layout=self.layout, timeout_s=timeout_s, encrypts=self.context.encrypts)
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
         listen_to(self.coordinator, this_server, tell=lambda peer, message: self.inbox.put((peer, message)),

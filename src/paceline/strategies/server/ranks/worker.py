@@ -59,7 +59,7 @@ class Worker:
 
         def reach(server: int, role: Role) -> Any:
             return connect(task.rendezvous.address(server), Peer(role, number, incarnation), secret=context.secret,
-                           layout=layout, timeout_s=_CONNECT_S)
+                           layout=layout, timeout_s=_CONNECT_S, encrypts=context.encrypts)
 
         self.control = reach(0, Role.CONTROL)
         self.links = [ServerConnection(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
