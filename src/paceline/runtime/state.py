@@ -95,14 +95,15 @@ def is_for_updates(stepper: Stepper, name: str) -> bool:
     return name.startswith("optimizer/") or (name.startswith("parameters/") and not stepper.forwards_may_write)
 
 
-def pieces(stepper: StateOwner, *, of_others: bool = False) -> Iterator[TensorPiece]:
+def pieces(stepper: StateOwner, *, of_others: bool = False, host_ranks: int | None = None) -> Iterator[TensorPiece]:
     """What this rank writes of what it owns: its part of a tensor, if it is the one that does so of those that hold
     that part. Each of these writes about as many bytes.
 
-    of_others: also what others write of what this rank holds.
+    of_others: also what others write of what this rank holds. host_ranks: of each host, if the ranks of a host are to
+        write all that they hold.
     """
-    owners = Owners(stepper.mesh)
-    for name, tensor, alike, extent in _tensors(stepper):
+    owners = Owners(stepper.mesh, host_ranks=host_ranks)
+    for name, tensor, alike, extent in _tensors(stepper, owners):
         cut_along = axes_cut(tensor)
         if of_others or owners.owns(tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)):
             yield from pieces_of(name, tensor.detach(), extent)
@@ -126,7 +127,7 @@ def _whole_bytes(tensor: torch.Tensor) -> int:
 
 def alike_along(stepper: StateOwner, axis: str) -> dict[str, torch.Tensor]:
     """Tensors of the optimizer's state that ranks along an axis of copies should hold alike, by name."""
-    return {name: tensor for name, tensor, alike, _ in _tensors(stepper)
+    return {name: tensor for name, tensor, alike, _ in _tensors(stepper, Owners(stepper.mesh))
             if name.startswith("optimizer/") and not name.endswith("/.values")
             and axis in alike and axis not in axes_cut(tensor)}
 
@@ -136,7 +137,7 @@ def weights_of(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
     return (piece for piece in pieces if piece.name.startswith(("parameters/", "buffers/", "attributes/")))
 
 
-def _tensors(stepper: StateOwner) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
+def _tensors(stepper: StateOwner, owners: Owners) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
     """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
     mesh, owned, extents = stepper.mesh, stepper.layout.owned, stepper.layout.extents
     everywhere = mesh.alike_axes
@@ -159,13 +160,13 @@ def _tensors(stepper: StateOwner) -> Iterator[tuple[str, torch.Tensor, tuple[str
             # Laid out like its parameter if it has its shape, else whole.
             yield (f"{prefix}optimizer/{name}/{key}", value, alike,
                    extents.get(name) if value.shape == parameter.shape else None)
-    if stepper.attributes is not None and mesh.is_first(everywhere):
+    if stepper.attributes is not None and owners.is_first(everywhere):
         persistent = persistent_buffers(stepper.model)
         stored = stepper.attributes.stored(mesh.coordinates[mesh.stage_axis], {
             name: buffer for name, buffer in stepper.model.named_buffers()
             if name in stepper.layout.owned_buffers and name not in persistent})
         yield from ((name, tensor, (), None) for name, tensor in stored.items())
-    if mesh.is_first(mesh.sizes):
+    if owners.is_first(mesh.sizes):
         tensors: dict[str, torch.Tensor] = {}
         _packed_attributes(stepper.optimizer_state, tensors)
         yield from ((name, tensor, (), None) for name, tensor in tensors.items())

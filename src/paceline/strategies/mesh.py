@@ -121,7 +121,11 @@ class Mesh:
     def summed_over(self, cut_by: Iterable[str] = ()) -> list[int]:
         """The ranks that hold what this rank holds of a tensor that these axes cut, and whose gradients of it are
         summed, in order."""
-        axes = self.summed_axes(cut_by)
+        return self.ranks_over(self.summed_axes(cut_by))
+
+    def ranks_over(self, axes: Iterable[str]) -> list[int]:
+        """Ranks that differ from this one in these axes only, in order, the first axis outermost."""
+        axes = list(axes)
         ranks = [self.rank - sum(self.coordinates[axis] * self._stride(axis) for axis in axes)]
         for axis in axes:
             ranks = [rank + place * self._stride(axis) for rank in ranks for place in range(self.sizes[axis])]

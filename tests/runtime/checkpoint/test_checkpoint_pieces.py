@@ -62,6 +62,14 @@ def test_of_ranks_that_hold_a_tensor_alike_one_writes_it(sizes: tuple[int, int],
         assert max(shared) - min(shared) <= 50 + len(dealt)
 
 
+def test_ranks_of_a_host_write_all_that_they_hold() -> None:
+    """Four replicas on two hosts: both of a host share its tensors out, and one has what the first rank has."""
+    owners = [Owners(Mesh({"data": 4}, rank), host_ranks=2) for rank in range(4)]
+    written = [[each.owns(("data",), length) for each in owners] for length in (10, 5, 5)]
+    assert written == [[True, False] * 2, [False, True] * 2, [False, True] * 2]
+    assert [each.is_first(["data"]) for each in owners] == [True, False] * 2
+
+
 def test_a_scalar_is_covered_by_a_scalar_alone() -> None:
     """A region without dims holds one element."""
     scalar = Region((), ())

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 
 from paceline.strategies.mesh import Mesh
 
 
 class Owners:
     """Deals out tensors that ranks hold alike, each to the rank that has the fewest bytes yet. All ranks that hold them
-    see them in the same order, so they agree without a word."""
+    see them in the same order, so they agree without a word.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._bytes: dict[tuple[str, ...], list[int]] = {}  # by axes along which tensors are held alike, of each rank
+    host_ranks: of each host, if the ranks of a host deal out all that they hold among themselves.
+    """
+
+    def __init__(self, mesh: Mesh, *, host_ranks: int | None = None) -> None:
+        self._mesh, self._host_ranks = mesh, host_ranks
+        # By axes along which tensors are held alike: ranks that deal, and the bytes of each.
+        self._ranks_of: dict[tuple[str, ...], list[int]] = {}
+        self._bytes: dict[tuple[str, ...], list[int]] = {}
 
     def owns(self, axes: tuple[str, ...], num_bytes: int) -> bool:
         """Whether this rank writes the next tensor that is held alike along these axes. num_bytes: alike on all ranks
         that hold it."""
-        dealt = self._bytes.setdefault(axes, [0] * math.prod(self._mesh.sizes[axis] for axis in axes))
+        ranks = self._ranks(axes)
+        dealt = self._bytes.setdefault(axes, [0] * len(ranks))
         owner = dealt.index(min(dealt))
         dealt[owner] += num_bytes + 1  # so that empty tensors are dealt out, too
-        return owner == self._mesh.number(axes)
+        return ranks[owner] == self._mesh.rank
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether this rank is the first of those that it deals with along these axes."""
+        return self._ranks(axes)[0] == self._mesh.rank
+
+    def _ranks(self, axes: Iterable[str]) -> list[int]:
+        axes = tuple(axes)
+        if axes not in self._ranks_of:
+            host_ranks, own = self._host_ranks, self._mesh.rank
+            self._ranks_of[axes] = [rank for rank in self._mesh.ranks_over(axes)
+                                    if host_ranks is None or rank // host_ranks == own // host_ranks]
+        return self._ranks_of[axes]
