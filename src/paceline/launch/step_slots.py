@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 from paceline.launch.memory_files import memory_file, read_at, write_at
 
+PIECE_BYTES = 8 * 2**20  # of what comes from elsewhere, held at a time
 SLOTS = 2  # a rank: one keeps the last content while the next one is written into the other
 _WORDS, _WORD_BYTES = 3, 8  # of a slot: the step it is of, and where its index begins and ends
 _NOTHING = -1
@@ -39,24 +41,51 @@ class StepSlots:
         steps = {self._words[_WORDS * slot]: slot for slot in range(SLOTS * rank, SLOTS * (rank + 1))}
         return {step: slot for step, slot in steps.items() if step != _NOTHING}
 
-    def write(self, rank: int, step: int, parts: Sequence[memoryview], index: bytes) -> None:
+    def write(self, rank: int, step: int, parts: Iterable[memoryview], index: bytes) -> None:
         """Write into this rank's older slot. index: says what the parts are, which lie one after the other.
 
         Raises:
             OSError: there is no memory for it; the slot is empty then.
         """
+        slot = self._older(rank)
+        offset = 0
+        for part in chain(parts, [memoryview(index)]):
+            offset = write_at(self._files[slot], part, offset)
+        self._complete(slot, step, offset - len(index), offset)
+
+    def fill(self, rank: int, step: int, extent: tuple[int, int], fetch: Callable[[int, memoryview], None]) -> None:
+        """Write into this rank's older slot what another one has elsewhere. extent: see `extent`. fetch: fills a target
+        from a place in the other one on.
+
+        Raises:
+            OSError: there is no memory for it, or from `fetch`; the slot is empty then.
+        """
+        slot, (index_start, end) = self._older(rank), extent
+        piece = memoryview(bytearray(min(PIECE_BYTES, end)))
+        for offset in range(0, end, PIECE_BYTES):
+            target = piece[:min(PIECE_BYTES, end - offset)]
+            fetch(offset, target)
+            write_at(self._files[slot], target, offset)
+        self._complete(slot, step, index_start, end)
+
+    def _older(self, rank: int) -> int:
+        """This rank's slot whose content is older, emptied."""
         slot = min(range(SLOTS * rank, SLOTS * (rank + 1)), key=lambda slot: self._words[_WORDS * slot])
         self._words[_WORDS * slot] = _NOTHING
-        offset = 0
-        for part in (*parts, memoryview(index)):
-            offset = write_at(self._files[slot], part, offset)
-        self._words[_WORDS * slot + 1], self._words[_WORDS * slot + 2] = offset - len(index), offset
+        return slot
+
+    def _complete(self, slot: int, step: int, index_start: int, end: int) -> None:
+        self._words[_WORDS * slot + 1], self._words[_WORDS * slot + 2] = index_start, end
         self._words[_WORDS * slot] = step
 
-    def index(self, rank: int, step: int) -> bytes:
+    def extent(self, rank: int, step: int) -> tuple[int, int]:
+        """Where the index of what this rank wrote after a step begins, and where it ends, as all of it does."""
         slot = self.steps(rank)[step]
-        start, stop = self._words[_WORDS * slot + 1], self._words[_WORDS * slot + 2]
-        return os.pread(self._files[slot], stop - start, start)
+        return self._words[_WORDS * slot + 1], self._words[_WORDS * slot + 2]
+
+    def index(self, rank: int, step: int) -> bytes:
+        start, stop = self.extent(rank, step)
+        return os.pread(self._files[self.steps(rank)[step]], stop - start, start)
 
     def read_into(self, rank: int, step: int, offset: int, target: memoryview) -> None:
         """Fill the target from what this rank wrote after a step, from a place in it on."""

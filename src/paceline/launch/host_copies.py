@@ -1,0 +1,146 @@
+"""Copies of the state of ranks in the memory of hosts: a host that stays has its own, and those of its neighbour.
+
+The memory belongs to the host's process, which outlives its ranks. Where no other host holds the same, the process
+also takes over the copies of the host before it, beside the ranks, so that they are there if that host is lost. Ranks
+say where that host is (`keep_for`); it is told what has been taken over, and makes no newer copies before.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import threading
+import time
+from contextlib import closing, suppress
+from dataclasses import asdict
+from functools import partial
+
+from paceline.launch.copy_service import CopyAddress, CopyReader, CopyServer, own_secret
+from paceline.launch.state_copies import StateCopies
+
+_WORD_BYTES, _NUM_WORDS = 8, 4
+_BEGUN, _TAKEN, _TOOK_US, _ORDER = range(_NUM_WORDS)  # words, and how long the text of the order is
+_ORDER_BYTES = 1024
+_NOTHING, _FAILED = -1, -2
+_LOOK_S = 0.1  # between looks for an order, and for copies to take over
+_TIMEOUT_S = 30.0  # for an answer of the neighbour
+
+
+class HostCopies:
+    """What this host keeps, made before its process forks ranks.
+
+    memory: for copies; this host's ranks have the first slots, and the neighbour's the others.
+    address: where it serves them; the host's part is left to who knows how others reach this one.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks, self.memory = num_ranks, StateCopies(2 * num_ranks)
+        self.address = CopyAddress("", 0, own_secret())
+        shared = mmap.mmap(-1, _NUM_WORDS * _WORD_BYTES + _ORDER_BYTES)
+        self._words = memoryview(shared)[:_NUM_WORDS * _WORD_BYTES].cast("q")
+        self._text = memoryview(shared)[_NUM_WORDS * _WORD_BYTES:]
+        self._server: CopyServer | None = None
+        self._keeper: CopyReader | None = None
+        self._rounds, self._is_closed = 0, False
+        self._lock = threading.Lock()
+        self.rest()
+
+    # --- In the host's process --------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Begin to serve copies, and to keep those of the neighbour."""
+        self._server = CopyServer(self.memory, self, self.address.secret)
+        self.address = CopyAddress("", self._server.port, self.address.secret)
+        threading.Thread(target=self._keep, name="paceline-keep", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.rest()
+        if self._server is not None:
+            self._server.close()
+
+    def rest(self) -> None:
+        """No ranks run: what is here stays as it is until new ones have begun."""
+        with self._lock:
+            self._rounds += 1
+            self._words[_ORDER], self._words[_BEGUN] = 0, _NOTHING
+            self._words[_TAKEN], self._words[_TOOK_US] = _NOTHING, 0
+            if self._keeper is not None:
+                self._keeper.close()
+
+    def offered(self) -> int | None:
+        step = self.memory.newest(range(self.num_ranks))
+        return step if step is not None and self._words[_BEGUN] != _NOTHING and step >= self._words[_BEGUN] else None
+
+    def taken(self, step: int, took_us: int) -> None:
+        self._words[_TOOK_US], self._words[_TAKEN] = took_us, step
+
+    def _keep(self) -> None:
+        done = 0
+        while not self._is_closed:
+            time.sleep(_LOOK_S)
+            rounds, length = self._rounds, self._words[_ORDER]
+            if length and rounds != done:
+                with suppress(OSError):  # the neighbour is lost, which others will say, or was not to be reached yet
+                    self._keep_for(CopyAddress(**json.loads(bytes(self._text[:length]))), rounds)
+                    done = rounds
+
+    def _keep_for(self, address: CopyAddress, rounds: int) -> None:
+        """Take over copies of the neighbour as it makes them, until its ranks rest or there is no memory for them."""
+        reader, kept = CopyReader(address, timeout_s=_TIMEOUT_S), None
+        with closing(reader):
+            with self._lock:
+                self._keeper = reader if self._rounds == rounds else None
+            while self._rounds == rounds:
+                step = reader.offered()
+                if step is None or step == kept:
+                    time.sleep(_LOOK_S)
+                    continue
+                began_s = time.perf_counter()
+                try:
+                    self._take(reader, step)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                        raise
+                    reader.tell_taken(_FAILED, 0)
+                    return
+                kept = step
+                reader.tell_taken(step, round(1e6 * (time.perf_counter() - began_s)))
+
+    def _take(self, reader: CopyReader, step: int) -> None:
+        for rank in range(self.num_ranks):
+            self.memory.fill(self.num_ranks + rank, step, reader.extent(rank, step),
+                             partial(reader.read_into, rank, step))
+
+    # --- In ranks ---------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Ranks go on after a step: what they copy from now on is of this start."""
+        self._words[_BEGUN] = step + 1
+
+    def keep_for(self, neighbour: CopyAddress) -> None:
+        """Have the host's process keep copies for that host."""
+        text = json.dumps(asdict(neighbour)).encode()
+        self._text[:len(text)] = text
+        self._words[_ORDER] = len(text)
+
+    def give_back_kept(self) -> None:
+        """Nothing is kept for a neighbour any more."""
+        for slot in range(self.num_ranks, 2 * self.num_ranks):
+            self.memory.give_back(slot)
+
+    @property
+    def taken_step(self) -> int:
+        """The step of the newest copies of this host that its neighbour has; -1 if it has none."""
+        return self._words[_TAKEN]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the neighbour can't keep copies."""
+        return self._words[_TAKEN] == _FAILED
+
+    @property
+    def took_s(self) -> float:
+        """How long the neighbour needed for the newest copies that it has."""
+        return 1e-6 * self._words[_TOOK_US]
