@@ -203,13 +203,13 @@ def test_what_a_torn_rank_left_is_kept_until_the_next_copy() -> None:
     copies.live.change(1)
     assert _newest(copies, range(2), least=0) == (5, True)
     for rank_ in range(2):
-        context: Any = SimpleNamespace(rank=rank_)
+        context: Any = SimpleNamespace(slot=rank_)
         Copier(context, copies, 2).begin(5, is_copied=True)
     assert _newest(copies, range(2), least=0) == (5, True)
     copies.live.change(0)
     assert _newest(copies, range(2), least=0) == (2, False)
     copies.write(0, 6, [memoryview(b"6")], b"{}")
-    Copier(SimpleNamespace(rank=0), copies, 2).begin(5, is_copied=True)  # type: ignore[arg-type]
+    Copier(SimpleNamespace(slot=0), copies, 2).begin(5, is_copied=True)  # type: ignore[arg-type]
     assert set(copies.steps(0)) == {2}
     copies.close()
 
@@ -450,13 +450,13 @@ def test_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     states = LiveStates(1)
     stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]))
-    state = live.LiveState(states, stepper)  # type: ignore[arg-type]
+    state = live.LiveState(states, stepper, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(live.LiveState, "_movable", lambda self: {1: torch.zeros(2000).untyped_storage()})
     monkeypatch.setattr(os, "posix_fallocate", full)
     stepper.edits.updated = lambda: None
     state.move()
     assert state.has_ended
-    state.note(3, lambda: None)
+    state.note(3, None, began_s=0.0)
     assert states.last_index(0) is None
     states.close()
 
@@ -466,7 +466,7 @@ def test_memory_for_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
     without that it is not begun."""
     pieces = [SimpleNamespace(tensor=torch.zeros(2**20)) for _ in range(3)]
     stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]))
-    state = live.LiveState(SimpleNamespace(), stepper)  # type: ignore[arg-type]
+    state = live.LiveState(SimpleNamespace(), stepper, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(live.LiveState, "_pieces", lambda self: iter(pieces))
     monkeypatch.setattr(live, "GIVEN_BACK_BYTES", 2**20)
     for share, available, possible in ((0.5, 24, True), (0.5, 23, False), (0.25, 40, True), (0.25, 39, False)):

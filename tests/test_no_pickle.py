@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 from paceline.errors import PacelineError
 from paceline.launch.faults import struck
+from paceline.launch.host_copies import HostCopies
 from paceline.launch.messages import Message
 from paceline.runtime.checkpoint import open_checkpoint
 from paceline.runtime.checkpoint.dtypes import load_tensors
+from paceline.runtime.hosts_copies import _Memory
 from paceline.strategies.server.exchange.wire import Connection, Header, Kind
 
 
@@ -110,6 +113,23 @@ def test_a_pickle_on_the_wire(planted: bytes, trap: Path):
         connection.receive_message()
     for sock in (server, client, connection.sock):
         sock.close()
+    assert not trap.exists()
+
+
+def test_a_pickle_as_a_copy_of_another_host(planted: bytes, trap: Path):
+    """As its index, and from a peer that has yet to prove itself."""
+    host = HostCopies(1)
+    host.memory.write(0, 1, [], planted)
+    context: Any = SimpleNamespace(rank=0, local_world_size=1)
+    with pytest.raises(PacelineError, match="is none"):
+        _Memory(context, host, []).index(0, 0, 1)
+    host.serve()
+    with socket.create_connection(("127.0.0.1", host.address.port)) as stranger:
+        stranger.sendall(planted.ljust(48))
+        with suppress(ConnectionError):  # it is closed with what was sent unread
+            assert len(stranger.recv(100)) == 16 and not stranger.recv(100)
+    host.close()
+    host.memory.close()
     assert not trap.exists()
 
 

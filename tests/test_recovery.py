@@ -124,7 +124,7 @@ class _Context:
     local_world_size = 2
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank = self.slot = rank
 
 
 def test_copies_are_read_as_a_checkpoint_is():

@@ -67,23 +67,98 @@ def difference(run: Path, other: Path) -> float:
     return max(float((one[name] - two[name]).abs().max()) for name in one)
 
 
-@pytest.mark.timeout(120)
-def test_a_rank_that_is_killed_on_one_of_two_hosts(tmp_path: Path, job_file: Path):
-    """All ranks start again, the weights are those of an undisturbed run bit by bit, and each host says who died."""
+def wait_until(condition: Callable[[], bool], said: Callable[[], Any], *, timeout_s: float = 60.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, said()
+        time.sleep(0.05)
+
+
+def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str, paceline: list[str]) -> list[str]:
+    """Rank 1 is killed in its eighth step; what both hosts said. There is no checkpoint."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [*PACELINE, str(job_file), "--run", str(tmp_path / "run"), "--plan", "data=2", "--hosts", "1:2",
-               "--patience", "20", "--save-every", "3", "--set", f"mark={tmp_path / 'killed'}"]
+    command = [*paceline, str(job_file), "--run", str(tmp_path / "run"), "--plan", plan, "--hosts", "2:2",
+               "--patience", "20", "--set", f"mark={tmp_path / 'killed'}", "--set", "pause_s=0.05"]
     hosts = [subprocess.Popen(command, env=environ(index, 2, "127.0.0.1", port), stderr=subprocess.PIPE, text=True)
              for index in range(2)]
     said = [host.communicate(timeout=100)[1] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], said
     assert all("rank 1 on" in text and "killed by SIGKILL; all ranks start again" in text for text in said), said
-    (first, *_), (again, plan) = starts(tmp_path / "run")
-    assert first == 0 and again in (3, 6) and plan == "data=2"  # the save of step 6 may not have been complete
     assert pl.audit(tmp_path / "run").passed
-    pl.train(JobFile.parse(str(job_file), {}), "data=2", run=tmp_path / "whole", check=False, table=False)
+    pl.train(JobFile.parse(str(job_file), {}), plan, run=tmp_path / "whole", check=False, table=False)
     assert difference(tmp_path / "run", tmp_path / "whole") == 0.0
+    return said
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", ["shard=2", pytest.param("data=2", marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_on_one_of_two_hosts(tmp_path: Path, job_file: Path, plan: str):
+    """All ranks start again from their copies in memory; the weights are those of an undisturbed run bit by bit, and
+    each host says who died."""
+    said = train_on_two_hosts(tmp_path, job_file, plan, PACELINE)
+    (first, _), (again, same_plan) = starts(tmp_path / "run")
+    assert first == 0 < again < 8 and same_plan == plan and f"resumed from copy-{again}" in "".join(said)
+
+
+LIVE = """
+import math
+from paceline.runtime import live, loop
+from paceline.runtime.copies import Copier
+live.MOVE_S, live.MOVE_BYTES_PER_S, live._LEAST_BYTES, loop.NOTE_SHARE = 0.0, math.inf, 0, math.inf
+Copier.affordable_every = lambda self, step_s: 1000
+from paceline.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", ["shard=2", "data=2", "pipeline=2 microbatches=2"])
+def test_the_state_itself_on_two_hosts(tmp_path: Path, job_file: Path, plan: str):
+    """The ranks leave it, and no step is computed again."""
+    said = train_on_two_hosts(tmp_path, job_file, plan, [sys.executable, "-c", LIVE, "train"])
+    killed_at = 4 if plan.startswith("pipeline") else 8  # of two micro-batches a step
+    assert [after for after, _ in starts(tmp_path / "run")] == [0, killed_at - 1], said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_first_host_comes_back(tmp_path: Path, job_file: Path):
+    """Its process is killed: the other host has what both held, though nothing but the first host's own ranks held its
+    part, and there is no checkpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    run = tmp_path / "run"
+
+    def start(index: int) -> subprocess.Popen[bytes]:
+        command = [*PACELINE, str(job_file), "--run", str(run), "--plan", "shard=2", "--hosts", "2:2",
+                   "--patience", "5", "--set", "pause_s=0.1", "--steps", "80", "--resume"]
+        with (tmp_path / f"host-{index}").open("a") as stderr:
+            return subprocess.Popen(command, env=environ(index, 2, "127.0.0.1", port), stderr=stderr)
+
+    def said() -> list[str]:
+        return [(tmp_path / f"host-{index}").read_text()[-2000:] for index in range(2)]
+
+    def recorded() -> int:
+        metrics = run / "metrics.jsonl"
+        return metrics.read_text().count("step_s") if metrics.exists() else 0
+
+    hosts = [start(index) for index in range(2)]
+    try:
+        wait_until(lambda: recorded() >= 40, said)
+        hosts[0].kill()
+        hosts[0].wait()
+        hosts[0] = start(0)
+        wait_until(lambda: all(host.poll() is not None for host in hosts), said, timeout_s=120)
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert [host.returncode for host in hosts] == [0, 0], said()
+    assert 0 < starts(run)[1][0] <= 45 and pl.audit(run).passed
+    pl.train(JobFile.parse(str(job_file), {}), "shard=2", run=tmp_path / "whole", check=False, table=False, steps=80)
+    assert difference(run, tmp_path / "whole") == 0.0
 
 
 # --- Three hosts in namespaces --------------------------------------------------------------------------------------
@@ -98,24 +173,18 @@ def three_hosts() -> Iterator[list[NetworkHost]]:
         pytest.skip(str(error))
 
 
-def wait_until(condition: Callable[[], bool], said: Callable[[], Any], *, timeout_s: float = 60.0) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, said()
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plan", ["data=3", "shard=3"])
 def test_a_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_path: Path, job_file: Path, plan: str):
-    """The run goes on with two hosts, takes the third back, and the journal has every sample once."""
+    """The run goes on with two hosts from copies in memory, as there is no checkpoint, and takes the third back. The
+    journal has every sample once."""
     run = tmp_path / "run"
 
     def start(index: int) -> subprocess.Popen[bytes]:
         command = [*PACELINE, str(job_file), "--run", str(run), "--plan", plan, "--hosts", "2:3", "--patience", "4",
-                   "--save-every", "5", "--steps", "400", "--set", "pause_s=0.1"]
+                   "--steps", "400", "--set", "pause_s=0.1"]
         with (tmp_path / f"host-{index}").open("w") as stderr:
             return subprocess.Popen(["ip", "netns", "exec", three_hosts[index].name, *command], stderr=stderr,
                                     env=environ(index, 3, three_hosts[0].address, 29500))
@@ -132,6 +201,7 @@ def test_a_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_pa
         wait_until(lambda: recorded() >= 12, said)
         three_hosts[2].cut()
         wait_until(lambda: len(starts(run)) == 2, said)
+        assert starts(run)[1][0] > 0 and "resumed from copy-" in "".join(said())
         assert "rank 2 on " in said()[0] and "(10.78.0.3): it can't be reached" in said()[0]
         wait_until(lambda: recorded() >= 25, said)
         three_hosts[2].heal()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.launch.faults import FaultInjector
     from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
+    from paceline.launch.host_copies import HostCopies
     from paceline.launch.messages import Line
     from paceline.launch.state_copies import StateCopies
 
@@ -41,7 +42,8 @@ class RankContext:
     hosts: of each rank, for people; empty where all are on this one.
     line: to the process that controls the run, if it is another one and listens.
     faults: that strike this rank, in a run that is rehearsed.
-    copies: memory for copies of the run's state, for ranks that are started again; None without restarts.
+    copies: memory for copies of the run's state, for ranks that are started again, by slot; None without restarts.
+    host_copies: the same memory, where each of several hosts has its own and reads what the others have.
     is_watched: whether the process that started it looks for hangs.
     verb_row: its row in the table of verbs; the slot if it is None.
     """
@@ -70,6 +72,7 @@ class RankContext:
     line: Line | None = None
     faults: FaultInjector | None = None
     copies: StateCopies | None = None
+    host_copies: HostCopies | None = None
     is_watched: bool = False
     verb_row: int | None = None
 

@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,10 +37,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from paceline.errors import PacelineError, PeerLost, Preempted
 from paceline.launch import hosted, signals
+from paceline.launch.copy_service import CopyAddress
 from paceline.launch.environment import address_towards
 from paceline.launch.failure import Failure, RankFailed, cause_of, failure_of, killed
 from paceline.launch.fault_policy import FRUITLESS_RESTARTS
 from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.host_copies import HostCopies
 from paceline.launch.hosts import Host
 from paceline.launch.liveness import silence_s
 from paceline.launch.messages import Line, Message
@@ -55,6 +57,7 @@ _SOON_S = 3.0  # for other hosts, after enough of them are there and the run has
 _MONITOR_S = 0.1  # between looks at the ranks; torch's own default
 _HEARD_S = 1.5  # for a host to say what its ranks ended of, if others only heard
 _CONNECT_S = 5.0  # for one attempt to reach the meeting place
+_SETTLE_S = 1.0  # after a rank was lost, for others on its host to end an update or what follows a step
 _PARTED_S = 5.0  # the host with the store leaves after the others have
 _RUN = "paceline"
 
@@ -76,21 +79,38 @@ def run_host(place: Host, num_ranks: int, body: Callable[[], None], *, patience_
     # What torch shares by default is the store of an agent that may be lost, under an address that is never renewed.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    board = HeartbeatTable(num_ranks)
-    with (closing(OutsideWatch(board, num_ranks, patience_s=patience_s, sees_all=False)) as watch,
-          closing(Supervisor(partial(_be_rank, body, board, watch, interface))) as processes):
-        _ElasticHost(place, num_ranks, board, watch, processes, patience_s=patience_s, restarts=restarts).run()
+    shared = _Shared(HeartbeatTable(num_ranks), HostCopies(num_ranks) if restarts else None)
+    with ExitStack() as stack:
+        watch = stack.enter_context(closing(OutsideWatch(shared.board, num_ranks, patience_s=patience_s,
+                                                         sees_all=False)))
+        processes = stack.enter_context(closing(Supervisor(partial(_be_rank, body, shared, watch, interface))))
+        if shared.copies is not None:
+            shared.copies.serve()
+            stack.callback(shared.copies.close)
+        _ElasticHost(place, num_ranks, shared, watch, processes, patience_s=patience_s, restarts=restarts).run()
 
 
-def _be_rank(body: Callable[[], None], board: HeartbeatTable, watch: OutsideWatch, interface: str | None, slot: int,
+@dataclass(frozen=True)
+class _Shared:
+    """Memory that this host's process and its ranks share. copies: None without restarts."""
+
+    board: HeartbeatTable
+    copies: HostCopies | None
+
+
+def _be_rank(body: Callable[[], None], shared: _Shared, watch: OutsideWatch, interface: str | None, slot: int,
              line: Line) -> None:
     """In a rank's process."""
     if interface is None:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)  # forks that serve one host have loopback there
+    board = shared.board
     watch.be_watched(slot)
     waiting.tell = partial(board.set_waits, slot)
-    os.environ.update(line.start().value)
-    hosted.begin(hosted.HostedRank(slot, board, partial(line.end, None)))
+    start = line.start().value
+    os.environ.update(start["environ"])
+    if shared.copies is not None:
+        shared.copies.address = CopyAddress(**start["copies"])
+    hosted.begin(hosted.HostedRank(slot, board, partial(line.end, None), shared.copies))
     try:
         body()
     except RankFailed as failed:
@@ -121,9 +141,10 @@ class _ElasticHost:
     interrupted: signals that asked it to leave.
     """
 
-    def __init__(self, place: Host, num_ranks: int, board: HeartbeatTable, watch: OutsideWatch,
+    def __init__(self, place: Host, num_ranks: int, shared: _Shared, watch: OutsideWatch,
                  processes: Supervisor, *, patience_s: float, restarts: int) -> None:
-        self.place, self.num_ranks, self.board, self.watch, self.processes = place, num_ranks, board, watch, processes
+        self.place, self.num_ranks, self.watch, self.processes = place, num_ranks, watch, processes
+        self.board, self.copies = shared.board, shared.copies
         self.patience_s, self.restarts = patience_s, restarts
         self.silence_s = silence_s(patience_s)
         self.timeouts = _Timeouts(self.silence_s)
@@ -259,6 +280,8 @@ class _Agent(SimpleElasticAgent):
         host.watch.number_from(self._first_rank)
         print(f"host {place.index} ({address_towards(place.address)}): start {number} of the run, with "
               f"{self.num_hosts} of {place.num_hosts} hosts", file=sys.stderr, flush=True)
+        copies = host.copies and asdict(replace(
+            host.copies.address, host=address_towards(place.address) or place.address))
         pids: dict[int, Any] = {}
         with signals.held():
             for worker in worker_group.workers:
@@ -266,11 +289,11 @@ class _Agent(SimpleElasticAgent):
                 host.board.write(slot, 0, "start")
                 host.board.set_waits(slot, False)
                 host.processes.start(slot)
-                host.processes.tell(slot, Message(0, "start", slot, {
+                host.processes.tell(slot, Message(0, "start", slot, {"copies": copies, "environ": {
                     "RANK": str(worker.global_rank), "WORLD_SIZE": str(worker.world_size), "LOCAL_RANK": str(slot),
                     "LOCAL_WORLD_SIZE": str(host.num_ranks), "GROUP_RANK": str(worker_group.group_rank),
                     "MASTER_ADDR": place.address, "MASTER_PORT": str(place.port),
-                    "TORCHELASTIC_USE_AGENT_STORE": str(True), "TORCHELASTIC_RESTART_COUNT": str(number - 1)}))
+                    "TORCHELASTIC_USE_AGENT_STORE": str(True), "TORCHELASTIC_RESTART_COUNT": str(number - 1)}}))
                 pids[slot] = host.processes.pid(slot)
             if host.interrupted:
                 host.processes.signal(signal.SIGTERM)
@@ -291,8 +314,13 @@ class _Agent(SimpleElasticAgent):
         self._end_ranks()
 
     def _end_ranks(self) -> None:
+        if self.host.copies is not None:
+            running = [slot for slot in self._left() if self.host.processes.pid(slot) and slot not in self._failures]
+            self.host.copies.memory.live.settle(running, patience_s=_SETTLE_S)
         for slot in range(self.host.num_ranks):
             self.host.processes.end(slot)
+        if self.host.copies is not None:
+            self.host.copies.rest()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._hear(0.0)

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 from paceline.launch.failure import Failure
 from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.host_copies import HostCopies
 
 
 @dataclass(frozen=True)
 class HostedRank:
     """slot: its number on the host. board: where it leaves signs of life for the host. report: tells the host why the
-    rank ends."""
+    rank ends. copies: of the run's state, that hosts keep; None without restarts."""
 
     slot: int
     board: HeartbeatTable
     report: Callable[[Failure], None]
+    copies: HostCopies | None
 
 
 _this_rank: HostedRank | None = None

@@ -155,6 +155,8 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         num_starts=environment.num_starts, deaths=(0,) * environment.world_size,
         lost=liveness.lost if liveness else [], unreachable=liveness.unreachable if liveness else [],
         hosts=_hosts_of_ranks(store, environment, attempt), verb_row=environment.rank if shares_verbs else None)
+    if fault_policy.uses_process_group and not device.is_limit:
+        _give_copies(context)
     result, failure, log = run_rank(body, context, device, make_store=lambda: store, run_dir=run_dir,
                                     report=report_end, fault_policy=fault_policy)
     if failure is not None:
@@ -164,11 +166,16 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         liveness.close(farewell=failure is None or failure.is_stop)
     if failure is None:
         return result
-    if here is not None:
-        raise RankFailed(failure, log)
-    if failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
+    if here is None and failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
         sys.exit(failure.exit_code)
     raise RankFailed(failure, log)
+
+
+def _give_copies(context: RankContext) -> None:
+    """Let a rank that the host's process started keep copies in its memory."""
+    here = hosted.this_rank()
+    if here is not None and here.copies is not None:
+        context.host_copies, context.copies = here.copies, here.copies.memory
 
 
 def _secret(store: Any, environment: Environment, attempt: str, timeout_s: float) -> bytes:

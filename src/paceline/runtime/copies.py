@@ -15,8 +15,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -34,6 +35,9 @@ from paceline.runtime.drift import disagreement
 from paceline.runtime.live import LiveCheckpoint, live_disagreement, live_step, open_live
 from paceline.waiting import waiting
 
+if TYPE_CHECKING:
+    from paceline.launch.host_copies import HostCopies
+
 _REMEMBERED = 5  # copies, whose time is known
 MEMORY_SHARE = 0.5  # of this host's free memory that the copies of all its ranks may take
 
@@ -42,19 +46,24 @@ MEMORY_SHARE = 0.5  # of this host's free memory that the copies of all its rank
 class Copier:
     """Makes one rank's copies, every so many steps.
 
-    num_ranks: of this host that copy. every: steps from copy to copy. next_step: after which to copy next; both alike
-    on all ranks. blocked_s: time that the run spent on copies.
+    num_ranks: of this host that copy. origin: what a copy says of its rank. neighbour: the host's memory, where another
+    host has to take over each copy before the next one is made. every: steps from copy to copy. next_step: after which
+    to copy next; both alike on all ranks. last_step: of the last copy. blocked_s: time that the run spent on copies.
     """
 
     context: RankContext
     copies: StateCopies
     num_ranks: int
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    neighbour: HostCopies | None = None
     every: int = 1
     next_step: int = 1
+    last_step: int = -1
     blocked_s: float = 0.0
     num_copies: int = 0
     num_bytes: int = 0
     _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False)
+    _put_off: int = 0  # steps, the last time
     _staging: Staging | None = field(default=None, repr=False)
     _thread: threading.Thread | None = field(default=None, repr=False)
     _error: Exception | None = field(default=None, repr=False)
@@ -62,11 +71,11 @@ class Copier:
     def begin(self, step: int, *, is_copied: bool) -> None:
         """The run goes on from this step. is_copied: from what is in memory of it, which is kept, as it stands: others
         may still read it, and it is there if ranks are lost again before the next copy."""
-        self.copies.keep(self.context.rank, until=step if is_copied else None)
+        self.copies.keep(self.context.slot, until=step if is_copied else None)
         self.next_step = step + 1
 
     def copy(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,
-             is_for_updates: Callable[[str], bool] = lambda name: False) -> None:
+             is_for_updates: Callable[[str], bool] = lambda name: False, began_s: float | None = None) -> None:
         """Copy the pieces that this rank owns, and on rank 0 the document.
 
         From a GPU they are copied while this goes on: see `before_update`. The copy is there once another thread has
@@ -74,15 +83,16 @@ class Copier:
 
         Args:
             is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
+            began_s: When the run began to spend time on it, by `time.perf_counter`.
 
         Raises:
             OSError: this host has no memory for it, or had none for the copy before.
         """
-        began_s = time.perf_counter()
+        began_s = time.perf_counter() if began_s is None else began_s
         self.wait()
         pieces = list(pieces)
         self.num_bytes = sum(piece.tensor.nbytes for piece in pieces)
-        index = _index(pieces, document)
+        index = _index(pieces, document, self.origin)
         if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             staged = iter(self._staging.copy(on_gpu, is_for_updates=is_for_updates))
@@ -93,7 +103,13 @@ class Copier:
         else:
             self._write(step, [piece.tensor for piece in pieces], index, began_s)
         self.next_step, self.num_copies = step + self.every, self.num_copies + 1
+        self.last_step, self._put_off = step, 0
         self.blocked_s += time.perf_counter() - began_s
+
+    def put_off(self, step: int) -> None:
+        """The copy after this step has to wait: twice as many steps each time, for ranks meet to find out."""
+        self._put_off = max(1, min(2 * self._put_off, self.every))
+        self.next_step = step + self._put_off
 
     def before_update(self) -> None:
         """What is launched on a GPU from now on may write to tensors that only updates write to: let it wait for the
@@ -122,7 +138,7 @@ class Copier:
             self._error = error
 
     def _write(self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float) -> None:
-        self.copies.write(self.context.rank, step, [bytes_of(tensor) for tensor in tensors], index)
+        self.copies.write(self.context.slot, step, [bytes_of(tensor) for tensor in tensors], index)
         self._latest_s.append(time.perf_counter() - began_s)
 
     def affordable_every(self, step_s: float) -> int:
@@ -135,11 +151,11 @@ class Copier:
         """Whether copies of all ranks of this host, each as large as this rank's, fit into its memory; some are made
         already. What is on a GPU is copied to pinned memory first."""
         free_bytes = psutil.virtual_memory().available + self.num_bytes
-        num_times = SLOTS + (self._staging is not None)
+        num_times = SLOTS * (1 + (self.neighbour is not None)) + (self._staging is not None)
         return num_times * self.num_bytes * self.num_ranks <= MEMORY_SHARE * free_bytes
 
 
-def _index(pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None) -> bytes:
+def _index(pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, origin: Mapping[str, Any]) -> bytes:
     """What lies where in a copy that holds the pieces one after the other."""
     tensors: dict[str, dict[str, Any]] = {}
     offset = 0
@@ -148,7 +164,7 @@ def _index(pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None) ->
                                                 "pieces": []})
         entry["pieces"].append((offset, piece.offsets, tuple(piece.tensor.shape)))
         offset += piece.tensor.nbytes
-    return json.dumps({"document": document, "tensors": tensors}).encode()
+    return json.dumps({"document": document, "tensors": tensors, "origin": origin}).encode()
 
 
 @dataclass(frozen=True)
@@ -169,9 +185,18 @@ class _RankCopy:
     step: int
 
     def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
-        flat = torch.empty(piece.region.numel, dtype=dtype, device="cpu")
-        self.copies.read_into(self.rank, self.step, int(piece.key), bytes_of(flat))
-        return flat.reshape(piece.region.shape)[part]
+        return read_part(piece, dtype, part, partial(self.copies.read_into, self.rank, self.step))
+
+
+def read_part(piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...],
+              read_into: Callable[[int, memoryview], None]) -> torch.Tensor:
+    """A part of a piece whose key is where it begins: only those of its rows are read. read_into: fills a target from a
+    place on."""
+    rows, row_shape = (part[0], piece.region.shape[1:]) if part else (slice(0, 1), ())
+    flat = torch.empty((rows.stop - rows.start) * math.prod(row_shape), dtype=dtype, device="cpu")
+    read_into(int(piece.key) + rows.start * math.prod(row_shape) * dtype.itemsize, bytes_of(flat))
+    return flat.reshape(-1, *row_shape)[:, *part[1:]] if part and flat.numel() else flat.reshape(
+        [each.stop - each.start for each in part])
 
 
 def open_copy(copies: StateCopies, step: int, ranks: Iterable[int]) -> CopiedState:

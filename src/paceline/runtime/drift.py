@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.runtime.stepper import Stepper
 
 EVERY_STEPS = 100  # reading 1 GB takes one core 0.08 s, 1/1,000 of a hundred steps of 0.8 s
-_FINGERPRINTS = "fingerprints/"  # of a copy's tensors: the ranks whose rows they have come next
+FINGERPRINTS = "fingerprints/"  # of a copy's tensors: the ranks whose rows they have come next
 _ROW_BYTES = 4096  # that are summed before they are weighted: as fast as a sum alone (19 GB/s, one core)
 
 
@@ -77,18 +77,18 @@ def fingerprints(stepper: Stepper, more: Callable[[str], Mapping[str, torch.Tens
     for axis in mesh.copy_axes:
         if mesh.sizes[axis] > 1:
             ranks, row = mesh.ranks_along(axis), _row({**tensors, **more(axis)})
-            yield TensorPiece(_FINGERPRINTS + ",".join(map(str, ranks)), (len(ranks), len(row)),
+            yield TensorPiece(FINGERPRINTS + ",".join(map(str, ranks)), (len(ranks), len(row)),
                               (ranks.index(mesh.rank), 0), row[None])
 
 
 def disagreement(copied: Checkpoint) -> str | None:
     """Which ranks held another state than their replicas when it was copied; None if none did."""
     for name in copied.tensors:
-        if name.startswith(_FINGERPRINTS):
-            ranks, rows = name.removeprefix(_FINGERPRINTS).split(","), copied.read(name)
+        if name.startswith(FINGERPRINTS):
+            ranks, rows = name.removeprefix(FINGERPRINTS).split(","), copied.read(name)
             differs = (rows != rows[0]).any(0)
             if differs.any():
-                return f"the state {_who(ranks, rows[:, differs][:, 0].tolist())}"
+                return f"the state {who_differs(ranks, rows[:, differs][:, 0].tolist())}"
     return None
 
 
@@ -116,17 +116,17 @@ def _check_along(axis: str, tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, 
     dist.all_gather(flags, torch.tensor([int(name in outside)]), group=group)
     writers = [rank for rank, flag in zip(ranks, flags, strict=True) if int(flag)]
     raise DriftError(
-        f"replicas differ {when}: '{name}' {_who(ranks, values)} "
+        f"replicas differ {when}: '{name}' {who_differs(ranks, values)} "
         f"({int((least != most).sum())} of {len(row)} tensors differ)",
         hint=_cause(name, step, is_edited=name in edited, writers=writers))
 
 
-def _who(ranks: Sequence[int | str], values: Sequence[int]) -> str:
+def who_differs(ranks: Sequence[int | str], values: Sequence[Any]) -> str:
     """Which ranks hold another value than most, where most hold the same.
 
-    >>> _who([0, 2, 4], [7, 8, 7])
+    >>> who_differs([0, 2, 4], [7, 8, 7])
     'on rank 2 is not what the others hold'
-    >>> _who([0, 1], [7, 8])
+    >>> who_differs([0, 1], [7, 8])
     'differs between rank 0 and rank 1, and nothing shows which of them is right'
     """
     usual = max(set(values), key=values.count)

@@ -209,6 +209,17 @@ def parse(line: bytes) -> Record:
     return record
 
 
+def last_step(path: Path) -> int:
+    """The step that the last whole line is of; -1 if there is none."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 2 * LINE_BYTES))
+        for line in reversed(file.read().split(b"\n")[:-1]):  # what follows the last line's end is none
+            with suppress(ValueError, RecursionError):
+                record = parse(line)
+                return record.after if isinstance(record, Launch) else record.step
+    return -1
+
+
 def applied(path: Path) -> list[Update]:
     """The updates that the last launch's weights are made of."""
     kept: list[Update] = []

@@ -17,15 +17,17 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from paceline.launch.live_states import LiveStates
+from paceline.launch.step_slots import StepSlots
 from paceline.runtime import state
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from paceline.runtime.checkpoint.files import bytes_of
@@ -56,8 +58,10 @@ class LiveState:
     memory.
     """
 
-    def __init__(self, states: LiveStates, stepper: Stepper) -> None:
-        self.states, self.stepper, self.rank = states, stepper, stepper.mesh.rank
+    def __init__(self, states: LiveStates, stepper: Stepper, slot: int, *, host_ranks: int | None = None,
+                 origin: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """slot: this rank's place in the memory. host_ranks: see `state.pieces`. origin: what notes say of the rank."""
+        self.states, self.stepper, self.slot, self.host_ranks, self.origin = states, stepper, slot, host_ranks, origin
         self.num_bytes, self.has_ended = 0, False
         self._latest_s: deque[float] = deque(maxlen=_REMEMBERED)  # that notes took
         self._address, self._is_clean, self._is_proved = 0, False, False
@@ -104,11 +108,11 @@ class LiveState:
             return
         aliases, kept_bytes = _tensors_in(storages), 0
         try:
-            arena = self.states.arena(self.rank, end)
+            arena = self.states.arena(self.slot, end)
             self.num_bytes, self._address = end, _address_of(arena)
             for key in list(storages):
                 storage = storages.pop(key)
-                self.states.reserve(self.rank, places[key], storage.nbytes())
+                self.states.reserve(self.slot, places[key], storage.nbytes())
                 kept_bytes += storage.nbytes()
                 _move(storage, aliases.pop(key), arena, places[key])
                 del storage
@@ -133,14 +137,14 @@ class LiveState:
                 if used_bytes[key] >= _LEAST_BYTES and 2 * used_bytes[key] >= storage.nbytes()}
 
     def _pieces(self) -> Iterator[TensorPiece]:
-        return state.pieces(self.stepper, of_others=True)
+        return state.pieces(self.stepper, of_others=True, host_ranks=self.host_ranks)
 
     def change(self) -> None:
         """The state is about to change."""
         if not self._is_clean:
             return
         self._is_clean = False
-        self.states.change(self.rank)
+        self.states.change(self.slot)
         if self._versions != self._versions_now() or (self._fingerprints and self._fingerprints != self._prints()):
             self.end()  # a forward has written to a parameter: the state before an update is none
         self._is_proved, self._fingerprints = True, []
@@ -150,15 +154,15 @@ class LiveState:
         """Seconds of a note, the median of the latest."""
         return statistics.median(self._latest_s) if self._latest_s else 0.0
 
-    def note(self, step: int, document: Callable[[], Mapping[str, Any] | None]) -> None:
-        """The state is that after a step. document: gives it, on rank 0.
+    def note(self, step: int, document: Mapping[str, Any] | None, *, began_s: float) -> None:
+        """The state is that after a step. document: what is no tensor, on the first rank. began_s: when it was begun to
+        be made.
 
         The first note is kept back until the next update, which looks whether the forwards before it wrote to a
         parameter: also through `parameter.data`, which later ones are not looked at for.
         """
         if self.has_ended:
             return
-        began_s = time.perf_counter()
         layout: list[Any] = []
         small: list[torch.Tensor] = []
         pieces = list(self._pieces())
@@ -171,14 +175,14 @@ class LiveState:
                 small.append(piece.tensor)
         if self._layout != tuple(layout):
             self._layout, self._index = tuple(layout), _index(pieces, [place for _, place, *_ in layout],
-                                                              self.stepper.mesh)
-        index = b"".join([b'{"document":', json.dumps(document()).encode(), b',"held":', self._index, b"}"])
+                                                              self.stepper.mesh, self.origin)
+        index = b"".join([b'{"document":', json.dumps(document).encode(), b',"held":', self._index, b"}"])
         self._versions = self._versions_now()
         if not self._is_proved:
             self._fingerprints = self._prints()
         try:
             rest = b"".join(map(bytes_of, small))  # a call for each would take longer than the copies
-            self.states.note(self.rank, step, memoryview(rest), index, is_whole=self._is_proved)
+            self.states.note(self.slot, step, memoryview(rest), index, is_whole=self._is_proved)
         except (OSError, MemoryError):
             self.end()
             return
@@ -189,7 +193,7 @@ class LiveState:
     def end(self) -> None:
         """Give it up. What was moved stays where it is."""
         self.has_ended, self._is_clean = True, False
-        self.states.change(self.rank)
+        self.states.change(self.slot)
 
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self.stepper.held.values()]
@@ -237,7 +241,7 @@ def _move(storage: torch.UntypedStorage, aliases: Sequence[torch.Tensor], arena:
             moved.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _index(pieces: Sequence[TensorPiece], places: Sequence[int | None], mesh: Any) -> bytes:
+def _index(pieces: Sequence[TensorPiece], places: Sequence[int | None], mesh: Any, origin: Mapping[str, Any]) -> bytes:
     """What a rank holds, and where. places: in the arena; what has none lies in the note, one after the other."""
     tensors: dict[str, dict[str, Any]] = {}
     offset = 0
@@ -248,7 +252,7 @@ def _index(pieces: Sequence[TensorPiece], places: Sequence[int | None], mesh: An
         entry["pieces"].append([*where, piece.offsets, tuple(piece.tensor.shape)])
         offset += piece.tensor.nbytes if place is None else 0
     part = mesh.number(axis for axis in mesh.sizes if axis not in mesh.copy_axes)
-    return json.dumps({"part": part, "tensors": tensors}).encode()
+    return json.dumps({"part": part, "origin": dict(origin), "tensors": tensors}).encode()
 
 
 # --- Reading -------------------------------------------------------------------------------------------------------
@@ -301,8 +305,8 @@ def _read(states: LiveStates, rank: int, where: str, offset: int, target: memory
 def live_step(states: LiveStates, ranks: Sequence[int]) -> int | None:
     """The step after which these ranks have left the whole state; None if they have not.
 
-    Rank 0 must have its own: it is the one that has the document, and records steps. What another rank had not whole is
-    read from its replicas, if they hold all of it.
+    The first rank must have its own: it is the one that has the document, and rank 0 records steps. What another rank
+    had not whole is read from its replicas, if they hold all of it.
     """
     step = states.step(0)
     return step if step is not None and _is_whole(states, ranks, step) else None
@@ -352,6 +356,34 @@ def open_live(states: LiveStates, ranks: Iterable[int], step: int) -> LiveCheckp
     return LiveCheckpoint(Path(f"live-{step}"), step, document, tensors, states)
 
 
+def copy_live(states: LiveStates, copies: StepSlots, slots: Sequence[int], step: int) -> None:
+    """Make copies of what the ranks of a host have left after this step, of each box once, and give its memory back."""
+    boxes = _boxes_at(states, slots, step)
+    for slot in slots:
+        held = json.loads(states.last_index(slot) or b"")
+        tensors: dict[str, dict[str, Any]] = {}
+        offset = 0
+        own = [(name, box) for (name, _), box in boxes.items() if box.rank == slot]
+        for name, box in own:
+            entry = tensors.setdefault(name, {"shape": box.shape, "dtype": DTYPE_NAMES[box.dtype], "pieces": []})
+            entry["pieces"].append((offset, box.region.offsets, box.region.shape))
+            offset += box.num_bytes
+        index = {"document": held["document"], "origin": held["held"]["origin"], "tensors": tensors}
+        copies.write(slot, step, (bytes_of(_read_box(states, box)) for _, box in own), json.dumps(index).encode())
+    for slot in slots:
+        states.forget(slot)
+
+
+def live_prints(states: LiveStates, slots: Sequence[int], step: int) -> dict[int, int]:
+    """A number for each part that the ranks of a host have left after this step, alike where they held the same."""
+    prints: dict[int, int] = {}
+    for _, box in sorted(_boxes_at(states, slots, step).items(), key=lambda item: repr(item[0])):
+        if box.where == _ARENA:
+            number = int(fingerprint(_read_box(states, box)))
+            prints[box.part] = (31 * prints.get(box.part, 0) + number) % 2**63
+    return prints
+
+
 def live_disagreement(states: LiveStates, ranks: Iterable[int], step: int) -> str | None:
     """Which tensor in the arenas of replicas is not the same after this step; None if all are."""
     first: dict[tuple[int, str, Region], _Held] = {}
@@ -367,9 +399,10 @@ def live_disagreement(states: LiveStates, ranks: Iterable[int], step: int) -> st
 
 def _are_equal(states: LiveStates, box: _Held, other: _Held) -> bool:
     """A tensor at a time, as it is read."""
-    both = []
-    for each in (box, other):
-        flat = torch.empty(each.num_bytes, dtype=torch.uint8, device="cpu")
-        _read(states, each.rank, each.where, each.offset, bytes_of(flat))
-        both.append(flat)
-    return torch.equal(*both)
+    return torch.equal(_read_box(states, box), _read_box(states, other))
+
+
+def _read_box(states: LiveStates, box: _Held) -> torch.Tensor:
+    flat = torch.empty(box.num_bytes, dtype=torch.uint8, device="cpu")
+    _read(states, box.rank, box.where, box.offset, bytes_of(flat))
+    return flat

@@ -26,7 +26,7 @@ from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.live_states import TIME_SHARE as NOTE_SHARE
 from paceline.plans import Plan
-from paceline.runtime import drift, state, trace
+from paceline.runtime import drift, hosts_copies, state, trace
 from paceline.runtime.checkpoint.prune import prune
 from paceline.runtime.checkpoint.write import Writer, write_json, write_text
 from paceline.runtime.control import Controlling, RunControl
@@ -50,6 +50,8 @@ from paceline.strategies.mesh import Mesh
 
 if TYPE_CHECKING:
     from paceline.launch.faults import Fault
+    from paceline.launch.host_copies import HostCopies
+    from paceline.runtime.checkpoint.read import Checkpoint
 
 WARM_UP_STEPS = 10  # of a launch, left out of its speed
 REMEMBERED_STEPS = 1000  # whose times are kept
@@ -288,11 +290,20 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
         metrics = run_dir / "metrics.jsonl" if context.rank == 0 else None
         state.refuse_unsaveable(stepper)  # now, not after an hour
     run = _Run(context, job, plan, settings, mesh, stepper, memory,
-               Display(shown=context.rank == 0 and settings.observer is None), writer,
-               Copier(context, context.copies, context.local_world_size) if context.copies is not None else None,
+               Display(shown=context.rank == 0 and settings.observer is None), writer, _copier(context, stepper),
                metrics, journal)
     _tell(run)
     return run
+
+
+def _copier(context: RankContext, stepper: Stepper) -> Copier | None:
+    """None where nobody would read copies."""
+    if context.copies is None:
+        return None
+    if context.host_copies is None:
+        return Copier(context, context.copies, context.local_world_size)
+    return Copier(context, context.copies, context.local_world_size, hosts_copies.origin_of(stepper, context),
+                  context.host_copies if hosts_copies.needs_neighbour(stepper, context) else None)
 
 
 def _measured(context: RankContext, job: Job, plan: Plan, settings: Settings, mesh: Mesh,
@@ -317,11 +328,14 @@ def _tell(run: _Run) -> None:
 
 def _restore(run: _Run) -> None:
     if not run.settings.resume or run.settings.run_dir is None:
+        _begin_copies(run, None)
         return
     run.context.beat("restore")
-    copied = open_newest(run.context, run.settings.run_dir, num_ranks=run.context.world_size)
-    checkpoint = copied or state.choose_checkpoint(run.context, run.settings.run_dir,
-                                                   accept=lambda saved: state.mismatch(run.stepper, saved))
+    accept = partial(state.mismatch, run.stepper)
+    copied = (hosts_copies.open_newest(run.context, run.settings.run_dir, accept)
+              if run.context.host_copies is not None else
+              open_newest(run.context, run.settings.run_dir, num_ranks=run.context.world_size))
+    checkpoint = copied or state.choose_checkpoint(run.context, run.settings.run_dir, accept=accept)
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:
@@ -334,11 +348,23 @@ def _restore(run: _Run) -> None:
     if copied is not None:
         run.is_copied = True
         run.take_figures(copied.document["figures"])
-    if run.copier is not None:
-        run.copier.begin(run.step, is_copied=copied is not None)
+        if isinstance(copied, hosts_copies.HostsCopy):
+            copied.close()
+    _begin_copies(run, copied)
     if run.metrics is not None:
         cut_metrics(run.metrics, run.step)
         run.loss = recorded_loss(run.metrics)  # there may be no step left
+
+
+def _begin_copies(run: _Run, copied: Checkpoint | None) -> None:
+    """The run goes on from here. copied: from what in memory, if it is that."""
+    copier, context = run.copier, run.context
+    if copier is not None:
+        copier.begin(run.step, is_copied=copied is not None)
+        if hosts_copies.is_new(copied) and run.step in copier.copies.steps(context.slot):
+            copier.last_step = run.step
+    if context.host_copies is not None:
+        hosts_copies.begin(run.stepper, context, run.step, copied)
 
 
 def append_metrics(path: Path, figures: Mapping[str, Any]) -> None:
@@ -659,50 +685,92 @@ def _document(run: _Run) -> dict[str, Any]:
 
 def _copy(run: _Run) -> None:
     """Copy the state where the next ranks find it if one of these is lost. Collective now and then."""
-    copier = run.copier
+    copier, context = run.copier, run.context
     if copier is None or run.step < copier.next_step:
         return
-    run.context.beat("copy")
+    context.beat("copy")
+    began_s = time.perf_counter()
     run.stepper.step_sync.drain()
+    if copier.neighbour is not None and not _is_taken_over(run, copier, copier.neighbour):
+        return
     alike = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
-    copier.copy(run.step, chain(state.pieces(run.stepper), alike), _copy_document(run),
-                is_for_updates=partial(state.is_for_updates, run.stepper))
+    own = state.pieces(run.stepper, host_ranks=context.local_world_size if context.host_copies is not None else None)
+    copier.copy(run.step, chain(own, alike), _copy_document(run),
+                is_for_updates=partial(state.is_for_updates, run.stepper), began_s=began_s)
     if copier.num_copies == 2 and run.live is None:  # all ranks have the one before
-        copier.copies.live.forget(run.context.rank)
+        copier.copies.live.forget(context.slot)
+        if context.host_copies is not None and copier.neighbour is None and context.slot == 0:
+            context.host_copies.give_back_kept()
     if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
         copier.wait()
         every = copier.affordable_every(statistics.median(run.speed.latest_s)) if copier.fits() else _NEVER
         copier.every = _greatest(run, every)
         if copier.every == _NEVER:
-            run.copier = None
-            run.display.say("this host's memory has no room for copies of the state: if a rank is lost, the run goes "
-                            "on from the last checkpoint")
+            _end_copies(run)
+
+
+def _is_taken_over(run: _Run, copier: Copier, neighbour: HostCopies) -> bool:
+    """Whether each host has the last copies of the host before it; else the next ones are put off. Collective."""
+    is_missing = copier.last_step >= 0 and neighbour.taken_step < copier.last_step
+    missing = _greatest(run, 2 * int(neighbour.has_failed) + int(is_missing))
+    if missing > 1:
+        _end_copies(run)
+    elif missing:
+        copier.put_off(run.step)
+    return not missing
+
+
+def _end_copies(run: _Run) -> None:
+    run.copier = None
+    run.display.say("a host's memory has no room for copies of the state: if a rank is lost, the run goes on from the "
+                    "last checkpoint")
 
 
 def _copy_document(run: _Run) -> dict[str, Any] | None:
-    """What of the run's state is not a tensor, for ranks that go on from memory; rank 0 alone has it."""
-    return _document(run) | {"figures": run.figures()} if run.context.rank == 0 else None
+    """What of the run's state is not a tensor, for ranks that go on from memory. Rank 0 alone has it; where there are
+    several hosts, the first rank of each, and callbacks' state, as they end with rank 0."""
+    context = run.context
+    if context.host_copies is None:
+        return _document(run) | {"figures": run.figures()} if context.rank == 0 else None
+    answer: Mapping[str, Any] = {}
+    if run.control is not None and run.control.has("state_dict"):
+        answer = run.control.ask({"event": "state", "step": run.step})
+        _heed(run, answer)
+    data = bytearray(b" ")
+    if context.rank == 0:
+        document = _document(run) | {"figures": run.figures(), "callbacks": answer.get("callbacks")}
+        data = bytearray(json.dumps(document).encode())
+    if context.world_size > 1:
+        sent = torch.frombuffer(data.ljust(_greatest(run, len(data))), dtype=torch.uint8).to(context.device)
+        torch.distributed.broadcast(sent, 0)
+        data = bytearray(sent.cpu().numpy())
+    return json.loads(data) if context.slot == 0 else None
 
 
 def _keep_live(run: _Run) -> None:
     """Let the state outlive this rank where that pays: where copies of it are several steps apart. Collective after
     1, 2, 4, 8, ... steps of a launch."""
-    steps, copies, copier = run.speed.steps, run.context.copies, run.copier
+    steps, context, copies, copier = run.speed.steps, run.context, run.context.copies, run.copier
     if copies is None or (run.live is None and (
             (copier is not None and copier.every == 1) or copies_weights_lazily(run.plan)
-            or not LiveState.is_possible(copies.live, run.stepper))):
-        return
+            or not LiveState.is_possible(copies.live, run.stepper)
+            or (context.host_copies is not None and run.control is not None and run.control.has("state_dict")))):
+        return  # callbacks that end with rank 0 would have to give their state after each step
     if steps & (steps - 1) == 0:
         step_s = statistics.median(run.speed.latest_s)
         if run.live is None:
-            live = LiveState(copies.live, run.stepper)
+            live = LiveState(copies.live, run.stepper, context.slot)
+            if context.host_copies is not None:
+                live.host_ranks = context.local_world_size
+                live.origin = hosts_copies.origin_of(run.stepper, context)
             if not _greatest(run, int(live.move_s(run.context.local_world_size) > MOVE_SHARE * run.speed.all_s)):
                 live.move()
                 run.live = live
         elif _greatest(run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)):
             run.live.end()
     if run.live is not None:
-        run.live.note(run.step, partial(_copy_document, run))
+        began_s = time.perf_counter()  # where there are several hosts, all ranks have a part in the document
+        run.live.note(run.step, _copy_document(run), began_s=began_s)
 
 
 def _before_update(run: _Run) -> None:

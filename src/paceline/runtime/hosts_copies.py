@@ -1,0 +1,376 @@
+"""The newest copies that the hosts of a run hold together, for ranks that start again.
+
+Each host has the copies of its own ranks, and maybe those of its neighbour (`launch/host_copies.py`). The ranks of a
+host copy all that they hold, so copies of one host are whole by themselves, and are those of the run where ranks on
+each host hold all parts. Every rank learns what each host has, rank 0 chooses the step, and each reads what its own
+host has from there and the rest from others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.errors import PeerLost
+from paceline.launch.context import RankContext
+from paceline.launch.copy_service import CopyAddress, CopyReader
+from paceline.launch.host_copies import HostCopies
+from paceline.launch.logs import logger
+from paceline.runtime.checkpoint.dtypes import DTYPES
+from paceline.runtime.checkpoint.pieces import Region
+from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntry, newest_saved_step
+from paceline.runtime.copies import read_part
+from paceline.runtime.drift import FINGERPRINTS, who_differs
+from paceline.runtime.folder import JOURNAL
+from paceline.runtime.journal import last_step
+from paceline.runtime.live import copy_live, live_disagreement, live_prints, live_step
+from paceline.strategies.mesh import Mesh
+from paceline.waiting import waiting
+
+if TYPE_CHECKING:
+    from paceline.runtime.state import StateOwner
+
+_INDEX_BYTES = 2**28  # of an index, at most
+
+
+def part_of(stepper: StateOwner) -> tuple[int, int]:
+    """Which part of the run's state this rank holds, and how many there are. Ranks with the same part hold the same."""
+    mesh = stepper.mesh
+    if stepper.step_sync.has_own_steps or any(kept.replica for kept in stepper.kept()):
+        return mesh.rank, mesh.world_size
+    return _place(mesh), mesh.world_size // mesh.num_copies
+
+
+def _place(mesh: Mesh) -> int:
+    return mesh.number(axis for axis in mesh.sizes if axis not in mesh.copy_axes)
+
+
+def origin_of(stepper: StateOwner, context: RankContext) -> dict[str, Any]:
+    """What copies say of the rank that makes them."""
+    part, num_parts = part_of(stepper)
+    return {"attempt": context.attempt, "rank": context.rank, "host_ranks": context.local_world_size, "part": part,
+            "num_parts": num_parts}
+
+
+def needs_neighbour(stepper: StateOwner, context: RankContext) -> bool:
+    """Whether the run can't go on without the copies of some host, as only its ranks hold some part. Alike on all
+    ranks."""
+    mesh, num_local = stepper.mesh, context.local_world_size
+    if mesh.world_size == num_local:
+        return False
+    if part_of(stepper)[1] == mesh.world_size:
+        return True
+    hosts: dict[int, set[int]] = {}
+    for rank in range(mesh.world_size):
+        hosts.setdefault(_place(mesh.at(rank)), set()).add(rank // num_local)
+    return any(len(of_part) == 1 for of_part in hosts.values())
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A copy of a rank in a slot of a host. prints: of what it held that replicas should hold alike, by replicas."""
+
+    slot: int
+    step: int
+    attempt: str
+    rank: int
+    host_ranks: int
+    part: int
+    num_parts: int
+    prints: dict[str, str]
+
+    @property
+    def host(self) -> int:
+        return self.rank // self.host_ranks
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What ranks may go on from. is_live: the state itself that ranks have left, and no copies."""
+
+    step: int
+    is_live: bool
+    attempt: str
+
+
+@dataclass(frozen=True)
+class _HostMemory:
+    """What a host of this start has, and where it serves that. held: copies. live: the state itself that its own ranks
+    have left, if it is whole and alike on replicas."""
+
+    address: CopyAddress
+    held: tuple[_Held, ...]
+    live: tuple[_Held, ...]
+
+    def whole(self, found: _Found) -> Iterator[list[_Held]]:
+        """What it has of that of all ranks of a host."""
+        hosts: dict[int, dict[int, _Held]] = {}
+        for held in self.live if found.is_live else self.held:
+            if (held.attempt, held.step) == (found.attempt, found.step):
+                hosts.setdefault(held.host, {}).setdefault(held.rank, held)
+        for of_host in hosts.values():
+            if len(of_host) == next(iter(of_host.values())).host_ranks:
+                yield [of_host[rank] for rank in sorted(of_host)]
+
+
+def _own_memory(copies: HostCopies) -> _HostMemory:
+    held = []
+    for slot in range(copies.memory.num_ranks):
+        for step in copies.memory.steps(slot):
+            index = json.loads(copies.memory.index(slot, step))
+            prints = {}
+            for name, entry in index["tensors"].items():
+                if name.startswith(FINGERPRINTS):
+                    (offset, _, shape), = entry["pieces"]
+                    row = bytearray(8 * shape[1])
+                    copies.memory.read_into(slot, step, offset, memoryview(row))
+                    prints[name] = hashlib.sha256(row).hexdigest()[:16]
+            held.append(_Held(slot, step, prints=prints, **index["origin"]))
+    return _HostMemory(copies.address, tuple(held), _own_live(copies))
+
+
+def _own_live(copies: HostCopies) -> tuple[_Held, ...]:
+    states, slots = copies.memory.live, range(copies.num_ranks)
+    step = live_step(states, slots)
+    if step is None:
+        return ()
+    if (difference := live_disagreement(states, slots, step)) is not None:
+        logger.warning(f"the state in memory of step {step} is passed over: {difference}")
+        return ()
+    prints = live_prints(states, slots, step)
+    origins = [json.loads(states.last_index(slot) or b"")["held"]["origin"] for slot in slots]
+    return tuple(_Held(slot, step, prints={f"part {origin['part']}": str(prints.get(origin["part"]))}, **origin)
+                 for slot, origin in zip(slots, origins, strict=True))
+
+
+def _all_memory(context: RankContext, copies: HostCopies) -> list[_HostMemory]:
+    """What each host has, by its number in this start. Collective."""
+    store, num_local = context.store, context.local_world_size
+    assert store is not None
+    keys = [f"copies/{host}" for host in range(context.world_size // num_local)]
+    if context.slot == 0:
+        own = _own_memory(copies)
+        store.set(keys[context.rank // num_local], json.dumps(asdict(own)))
+    with waiting:
+        documents = [json.loads(text) for text in store.multi_get(keys)]
+    return [_HostMemory(CopyAddress(**document["address"]), *(
+        tuple(_Held(**held) for held in document[kind]) for kind in ("held", "live"))) for document in documents]
+
+
+@dataclass(frozen=True)
+class HostsCopy(Checkpoint):
+    """Copies of several hosts' ranks, to be read as a checkpoint is. is_new: whether they were made for this start, of
+    the state itself."""
+
+    memory: _Memory | None = None
+    is_new: bool = False
+
+    def _open(self, file: str) -> Any:
+        assert self.memory is not None
+        host, slot = map(int, file.split(":"))
+        return _SlotCopy(self.memory, host, slot, self.step)
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        assert self.memory is not None
+        self.memory.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotCopy:
+    memory: _Memory
+    host: int
+    slot: int
+    step: int
+
+    def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
+        return read_part(piece, dtype, part, partial(self.memory.read_into, self.host, self.slot, self.step))
+
+
+@dataclass
+class _Memory:
+    """The memory of all hosts, as one rank reads it: directly on its own host."""
+
+    context: RankContext
+    copies: HostCopies
+    hosts: Sequence[_HostMemory]
+    _readers: dict[int, CopyReader] = field(default_factory=dict)
+
+    @property
+    def own_host(self) -> int:
+        return self.context.rank // self.context.local_world_size
+
+    def read_into(self, host: int, slot: int, step: int, offset: int, target: memoryview) -> None:
+        if host == self.own_host:
+            self.copies.memory.read_into(slot, step, offset, target)
+        else:
+            self._remote(host, lambda reader: reader.read_into(slot, step, offset, target))
+
+    def index(self, host: int, slot: int, step: int) -> dict[str, Any]:
+        start, end = (self.copies.memory.extent(slot, step) if host == self.own_host else
+                      self._remote(host, lambda reader: reader.extent(slot, step)))
+        if end - start > _INDEX_BYTES:
+            raise PeerLost(f"host {host} sends an index of {end - start} bytes")
+        text = bytearray(end - start)
+        self.read_into(host, slot, step, start, memoryview(text))
+        try:
+            document: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise PeerLost(f"what host {host} sends as the index of a copy is none: {error}") from error
+        return document
+
+    def _remote(self, host: int, ask: Callable[[CopyReader], Any]) -> Any:
+        """
+        Raises:
+            PeerLost: the host gives no answer.
+        """
+        address = self.hosts[host].address
+        try:
+            if host not in self._readers:
+                self._readers[host] = CopyReader(address, timeout_s=self.context.timeout_s)
+            return ask(self._readers[host])
+        except OSError as error:
+            lost = PeerLost(f"its host {address.host} does not give the copies that it has: {error}",
+                            rank=host * self.context.local_world_size)
+            lost.heard = True  # type: ignore[attr-defined]  # who sees why it is gone says more
+            raise lost from error
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+
+def open_newest(context: RankContext, run_dir: Path,
+                accept: Callable[[Checkpoint], str | None]) -> HostsCopy | None:
+    """The newest state of which hosts have whole copies that replicas held alike, if it is newer than what the run
+    folder has. Rank 0 chooses for all ranks, which read what they need themselves. Collective.
+
+    accept: says why the run can't go on from it; None if it can.
+    """
+    copies = context.host_copies
+    assert copies is not None and context.store is not None
+    store, memory = context.store, _Memory(context, copies, _all_memory(context, copies))
+    if context.rank == 0:
+        store.set("copy", json.dumps([asdict(found) for found in _chosen(memory, run_dir, accept)]))
+    with waiting:
+        chosen = [_Found(**found) for found in json.loads(store.get("copy"))]
+    if not chosen:
+        return None
+    if chosen[0].is_live:
+        _copy_live(memory, chosen)
+    return _open(memory, chosen[0])
+
+
+def _chosen(memory: _Memory, run_dir: Path, accept: Callable[[Checkpoint], str | None]) -> list[_Found]:
+    """What ranks go on from; if that is no copy, the copies that stay beside it come next."""
+    least, most = newest_saved_step(run_dir), last_step(run_dir / JOURNAL)
+    known = {_Found(held.step, is_live, held.attempt) for host in memory.hosts
+             for is_live, kind in ((False, host.held), (True, host.live)) for held in kind}
+    chosen: list[_Found] = []
+    for found in sorted((found for found in known if found.step >= least), reverse=True,
+                        key=lambda found: (found.step, not found.is_live, found.attempt)):
+        # What is not recorded may have been computed by a host that the others had given up, or be lost with one.
+        why = "that step is not recorded" if found.step > most else _fault(memory, found)
+        if why is None and not found.is_live:
+            why = accept(copy := _open(memory, found))
+            copy.close()
+        if why is None:
+            chosen.append(found)
+            if not found.is_live:
+                break
+        else:
+            what = "state in memory of step {} is" if found.is_live else "copies in memory of step {} are"
+            logger.warning(f"the {what.format(found.step)} passed over: {why}")
+    return chosen[:1] + [found for found in chosen[1:] if not found.is_live]
+
+
+def _copy_live(memory: _Memory, chosen: Sequence[_Found]) -> None:
+    """Make copies of the state that ranks have left, in place of newer copies than those that stay. Collective."""
+    context, copies = memory.context, memory.copies
+    store, hosts = context.store, range(len(memory.hosts))
+    assert store is not None
+    if context.slot == 0:
+        if any(memory.hosts[memory.own_host].whole(chosen[0])):
+            for slot in range(copies.num_ranks):
+                copies.memory.keep(slot, until=chosen[1].step if len(chosen) > 1 else None)
+            copy_live(copies.memory.live, copies.memory, range(copies.num_ranks), chosen[0].step)
+        store.set(f"copied/{memory.own_host}", "1")
+    with waiting:
+        store.multi_get([f"copied/{host}" for host in hosts])
+    memory.hosts = [replace(host, held=host.live, live=()) for host in memory.hosts]
+
+
+def _fault(memory: _Memory, found: _Found) -> str | None:
+    """Why hosts do not have all of it, or not as replicas held it alike; None if they have."""
+    there = [held for host in memory.hosts for whole in host.whole(found) for held in whole]
+    parts = {held.part for held in there}
+    if not there or len(parts) < there[0].num_parts:
+        return f"hosts that are here have {len(parts)} of its {there[0].num_parts if there else 'many'} parts"
+    rows: dict[str, dict[int, str]] = {}
+    for held in there:
+        for name, digest in held.prints.items():
+            rows.setdefault(name, {})[held.rank] = digest
+    for of_replicas in rows.values():
+        if len(set(of_replicas.values())) > 1:
+            return f"the state {who_differs(list(of_replicas), list(of_replicas.values()))}"
+    return None
+
+
+def _open(memory: _Memory, found: _Found) -> HostsCopy:
+    """The copies of as few hosts as have all parts: this one if it can, and those that follow it."""
+    num_hosts, parts = len(memory.hosts), set[int]()
+    tensors: dict[str, TensorEntry] = {}
+    document: dict[str, Any] = {}
+    for host in ((memory.own_host + i) % num_hosts for i in range(num_hosts)):
+        for whole in memory.hosts[host].whole(replace(found, is_live=False)):
+            if {held.part for held in whole} <= parts:
+                continue
+            parts |= {held.part for held in whole}
+            for held in whole:
+                index = memory.index(host, held.slot, found.step)
+                document = document or index["document"] or {}
+                _add(tensors, index["tensors"], f"{host}:{held.slot}")
+    return HostsCopy(Path(f"copy-{found.step}"), found.step, document, tensors, memory, found.is_live)
+
+
+def _add(tensors: dict[str, TensorEntry], of_slot: dict[str, Any], file: str) -> None:
+    """Add what a slot has of tensors, but for regions that are there already."""
+    for name, entry in of_slot.items():
+        if name.startswith(FINGERPRINTS):
+            continue
+        before = tensors[name].pieces if name in tensors else ()
+        there = {piece.region for piece in before}
+        new = [StoredPiece(file, str(offset), region) for offset, offsets, shape in entry["pieces"]
+               if (region := Region(tuple(offsets), tuple(shape))) not in there]
+        tensors[name] = TensorEntry(tuple(entry["shape"]), DTYPES[entry["dtype"]], (*before, *new))
+
+
+def is_new(copied: Checkpoint | None) -> bool:
+    """Whether no other host has taken over what ranks go on from."""
+    return isinstance(copied, HostsCopy) and copied.is_new
+
+
+def begin(stepper: StateOwner, context: RankContext, step: int, copied: Checkpoint | None) -> None:
+    """The run goes on from this step, and from these copies: let this host keep the copies of the one before it where
+    that is needed. Collective."""
+    copies, store = context.host_copies, context.store
+    assert copies is not None and store is not None
+    if context.slot == 0:
+        for slot in range(copies.num_ranks, 2 * copies.num_ranks):
+            copies.memory.keep(slot, until=step if copied is not None else None)
+        copies.begin(step - is_new(copied))
+        if needs_neighbour(stepper, context):
+            num_hosts = context.world_size // context.local_world_size
+            host = context.rank // context.local_world_size
+            store.set(f"keeps/{host}", json.dumps(asdict(copies.address)))
+            with waiting:
+                address = json.loads(store.get(f"keeps/{(host - 1) % num_hosts}"))
+            copies.keep_for(CopyAddress(**address))
