@@ -38,7 +38,7 @@ class Offers(Protocol):
         """The step of the newest copies of all ranks of this start; None if there are none."""
 
     def taken(self, step: int, took_us: int) -> None:
-        """The other host has them, and needed so long."""
+        """The other host has them, and needs so long for such copies; 0 if that is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
