@@ -39,12 +39,16 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
               "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
 
 
-# Files that take over 10 s. They begin first: one that began last would run alone at the end.
+# Files that take over 30 s. They begin first: one that began last would run alone at the end.
 _LONGEST = (
-    "strategies/test_tensor_split.py", "devices/test_pretended_cuda.py", "verify/test_split.py",
-    "study/test_search_on_ray.py", "multihost/test_two_hosts.py", "verify/test_certificates.py",
-    "strategies/compile/test_compiled_plans.py", "devices/test_message_order.py", "strategies/test_sparse_gradients.py",
-    "verify/test_servers.py", "devices/test_shared_gpu.py", "profile/test_blocks.py", "corpus/test_corpus.py")
+    "devices/test_pretended_cuda.py", "verify/test_split.py", "strategies/test_tensor_split.py",
+    "study/test_search_on_ray.py", "study/test_search.py", "profile/test_blocks.py", "verify/test_certificates.py",
+    "verify/test_own_steps.py", "verbs/test_first_update_check.py", "runtime/optimizers/test_closures.py",
+    "strategies/test_sparse_gradients.py", "devices/test_shared_gpu.py", "devices/test_keras_on_gpus.py",
+    "devices/test_verify_on_gpus.py", "verify/test_servers.py", "corpus/test_corpus.py", "profile/test_chains.py",
+    "test_live_state.py", "test_failures.py", "test_transformers_trainer.py", "test_planning.py",
+    "planner/test_remedies.py", "runtime/test_phases.py", "runtime/test_spikes.py", "devices/test_message_order.py",
+    "multihost/test_two_hosts.py", "reports/test_report_page.py", "callbacks/test_control.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

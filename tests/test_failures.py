@@ -611,7 +611,7 @@ def test_exit_codes(tmp_path: Path, fields: dict[str, Any], words: list[str], ex
 def test_ctrl_c(tmp_path: Path, wait_for: Callable[..., None]):
     """Ctrl-C in a terminal goes to every process: the run ends with 130 and a checkpoint, and no process is left."""
     path = job_file(tmp_path, steps=100_000)
-    words = [sys.executable, "-m", "paceline", "train", str(path), "--plan", "data=2", "--run", "run"]
+    words = [sys.executable, "-m", "paceline", "train", str(path), "--plan", "data=2", "--check", "no", "--run", "run"]
     running = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
     wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())

@@ -57,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = TensorDataset(torch.randn(12, 3), torch.randn(12, 2))
     job = pl.Job(model=lambda: nn.Linear(3, 2), data=pairs, loss=nn.functional.mse_loss, batch=6, steps=4,
                  optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
-    return pl.train(job, "single", run=tmp_path_factory.mktemp("trained") / "run", save_every=2, check=False).run
+    return pl.train(job, "single", run=tmp_path_factory.mktemp("trained") / "run", save_every=4, check=False).run
 
 
 def _read_run(run: Path) -> None:

@@ -23,7 +23,7 @@ BIN = Path(sys.executable).parent
 def command(tmp_path: Path, *, run: str, launcher: tuple[str, ...] = ()) -> list[str]:
     (tmp_path / "net.py").write_text(JOB)
     return [*launcher, sys.executable, "-m", "paceline", "train", str(tmp_path / "net.py"), "--plan", "data=2",
-            "--run", str(tmp_path / run)]
+            "--check", "no", "--run", str(tmp_path / run)]
 
 
 def environment(planted: str = "") -> dict[str, str]:

@@ -82,9 +82,9 @@ def _log(tmp_path: Path, how: str, plan: str = "", library: Path | None = None) 
             for entry in history]
 
 
-@pytest.mark.parametrize(("how", "plan"), [
-    ("model moved", "data=2"), pytest.param("arguments before", "shard=2", marks=pytest.mark.slow),
-    pytest.param("nothing", "data=2", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the suite has a Trainer in test_fork_safety.py and used CUDA in test_keras_on_gpus.py
+@pytest.mark.parametrize(("how", "plan"), [("model moved", "data=2"), ("arguments before", "shard=2"),
+                                           ("nothing", "data=2")])
 def test_a_script_trains_on_gpus_as_on_one_cpu(how: str, plan: str, tmp_path: Path):
     """Also where the process of the script has used CUDA: it made its arguments before, or moved the model."""
     try:

@@ -19,8 +19,8 @@ def verdicts(answer: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("plans", [
-    ("data=2", "tensor=2"),
-    pytest.param(("shard=2", "pipeline=2 microbatches=4", "server=1 workers=2", "place=auto parts=2",
+    ("data=2", "shard=2"),
+    pytest.param(("tensor=2", "pipeline=2 microbatches=4", "server=1 workers=2", "place=auto parts=2",
                   "data=2 deterministic=yes"), marks=pytest.mark.slow)])
 def test_sound_plans_pass(shop: Workshop, plans: tuple[str, ...]):
     """In float32 and float64, and from each other's checkpoints."""

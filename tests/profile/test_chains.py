@@ -114,7 +114,7 @@ def planned(job: Job, *, leave_out: bool) -> PlanningProblem:
     return PlanningProblem(job, profile, LazyPieces(job, profile, built))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("model", "chains"), [
     (partial(Long, LAYERS), (Chain("layers", LAYERS, 4, 1),)),
     (partial(Long, LAYERS, rank=4), (Chain("layers", LAYERS, 4, 1),)),

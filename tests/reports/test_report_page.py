@@ -124,12 +124,13 @@ def test_a_picture_of_the_folder_runs_nothing(tmp_path: Path):
     assert "alert" not in write(path).read_text()
 
 
-@pytest.mark.parametrize("name", [r"$\frac$", "a$b$", "_hidden", "genau ± 1", "x" * 300])
-def test_a_metric_may_have_any_name(tmp_path: Path, name: str):
+def test_a_metric_may_have_any_name(tmp_path: Path):
+    names = [r"$\frac$", "a$b$", "_hidden", "genau ± 1", "x" * 300]
     path = written(tmp_path)
     with (path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 41, "validation_loss": 0.2, "metrics": {name: 0.5}}) + "\n")
-    assert f"<figcaption>{name}</figcaption>" in write(path).read_text()
+        file.write(json.dumps({"step": 41, "validation_loss": 0.2, "metrics": dict.fromkeys(names, 0.5)}) + "\n")
+    text = write(path).read_text()
+    assert [name for name in names if f"<figcaption>{name}</figcaption>" not in text] == []
 
 
 def test_a_faster_plan_is_the_next_thing_to_try(tmp_path: Path):

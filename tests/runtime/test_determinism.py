@@ -137,7 +137,7 @@ def train(plan: str, run: Path, **options: Any) -> dict[str, torch.Tensor]:
     return load_file(run / "model.safetensors")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=3", "shard=2", "pipeline=2", "server=1 workers=2", "single", "tensor=2",
                                   "data=2 compress=int8", "place=auto parts=2", "data=2 local=2 outer=diloco"])
 def test_two_runs_are_alike_to_the_bit(plan: str, tmp_path: Path):

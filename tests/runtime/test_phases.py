@@ -105,12 +105,13 @@ def test_frozen_parameters_and_batches_change_as_on_one_device(plan: str, tmp_pa
 
 
 @pytest.mark.timeout(300)
-def test_phases_go_on_under_other_plans(tmp_path: Path) -> None:
+@pytest.mark.parametrize("legs", [[("shard=2", 1), ("data=3", 6), ("single", 9)], pytest.param(
+    [("shard=2", 1), ("single", 4), ("pipeline=2", 6), ("data=3", 8), ("tensor=2", 9)], marks=pytest.mark.slow)])
+def test_phases_go_on_under_other_plans(legs: list[tuple[str, int]], tmp_path: Path) -> None:
     """A run is stopped in the middle of phases and epochs, and goes on under another plan each time."""
     job, run = make_job(freeze=FREEZE, batch=BATCH), tmp_path / "run"
     *_, expected = by_hand(job, frozen=frozen_at)
-    for number, (plan, steps) in enumerate([("shard=2", 1), ("single", 4), ("pipeline=2", 6), ("data=3", 8),
-                                            ("tensor=2", 9)]):
+    for number, (plan, steps) in enumerate(legs):
         weights = train(job, plan, run, steps=steps, resume=number > 0)
     assert_equal(weights, expected)
     with pytest.raises((RankFailed, pl.PacelineError), match=r"its batch was by_step\(\{0: 4, 2: 7, 6: 3\}\)"):
@@ -273,12 +274,14 @@ def test_the_rate_falls_by_plateau_alike_everywhere(plan: str, tmp_path: Path) -
     assert len(set(rates(tmp_path / "run"))) > 2
 
 
-def test_a_plateau_decides_as_before_in_a_run_that_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("legs", [[("shard=2", 4), ("server=1 workers=2", 10), ("single", 20)], pytest.param(
+    [("shard=2", 4), ("server=1 workers=2", 8), ("data=2", 10), ("single", 12), ("pipeline=2", 20)],
+    marks=pytest.mark.slow)])
+def test_a_plateau_decides_as_before_in_a_run_that_goes_on(legs: list[tuple[str, int]], tmp_path: Path) -> None:
     """Whether it was stopped at the end of an epoch or in it, under another plan each time."""
     job = plateau_job()
     *_, expected = by_hand(job)
-    for number, (plan, steps) in enumerate([("shard=2", 4), ("server=1 workers=2", 8), ("data=2", 10), ("single", 12),
-                                            ("pipeline=2", 20)]):
+    for number, (plan, steps) in enumerate(legs):
         weights = train(job, plan, tmp_path / "run", steps=steps, resume=number > 0)
     assert_equal(weights, expected)
 

@@ -197,7 +197,8 @@ def kept_of(run, step=BAD_STEP):
     return [json.loads(path.read_text()) for path in sorted((run / "spikes" / f"step-{step}").glob("*.json"))]
 
 
-@pytest.mark.parametrize("plan", ["single", "data=2", "shard=2", "single accumulate=3", "pipeline=2 microbatches=2"])
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2 microbatches=2", *(
+    pytest.param(plan, marks=pytest.mark.slow) for plan in ("single", "single accumulate=3"))])
 def test_a_spike_is_skipped_under_every_plan(tmp_path, plan):
     """The weights are those of a plain loop that leaves the step out. The run folder says which samples it had."""
     job, bad = make()
@@ -215,7 +216,8 @@ def test_a_spike_is_skipped_under_every_plan(tmp_path, plan):
     assert max(float(tensor.max()) for file in tensors for tensor in file.values()) == 1e4
 
 
-@pytest.mark.parametrize("plan", ["single", "data=2", "shard=2"])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("plan", ["shard=2", "single", "data=2"])
 def test_a_run_goes_back_before_a_spike(tmp_path, plan):
     """The weights are those of a plain loop that takes the last checkpoint's and goes on with the next samples."""
     job, _ = make()
@@ -242,7 +244,8 @@ def test_a_rank_that_is_lost_changes_no_decision(tmp_path):
     assert audit(tmp_path).passed
 
 
-@pytest.mark.parametrize("plan", ["single", "shard=2"])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("plan", ["shard=2", "single"])
 def test_a_stopped_run_names_the_module_and_keeps_the_samples(tmp_path, plan):
     """Also without --on-spike, where the loss is not finite."""
     job, bad = make(value=math.nan)
@@ -278,6 +281,7 @@ def own_step(ctx, batch):
     ctx.update("net")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
 def test_a_step_of_ones_own_ends_with_its_samples(tmp_path, plan):
     """A loss of it that is not finite ends all ranks at once, and leaves the samples."""

@@ -58,7 +58,7 @@ def trained(job: paceline.Job, plan: str, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "data=3", "data=2 shares=3:1", "tensor=2", "pipeline=2"])
 @pytest.mark.parametrize("model", [Limited, Counting])
 def test_it_is_one_device_s(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:

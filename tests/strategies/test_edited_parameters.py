@@ -76,7 +76,7 @@ JOBS = {"limit": lambda: bag(1.0), "limit that is reached late": lambda: bag(4.0
         "late target": lambda: target(LateTarget)}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=2", "data=3"])
 @pytest.mark.parametrize("name", JOBS)
 def test_replicas_put_their_edits_together(name: str, plan: str, tmp_path: Path):
@@ -96,7 +96,7 @@ def test_edits_that_contradict_each_other_are_refused(tmp_path: Path):
     assert "register it as a buffer" in str(refusal.value)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "shard=2 recompute=full", "data=2 shard=2"])
 @pytest.mark.parametrize("name", ["limit", "target"])
 def test_edited_parameters_are_kept_whole(name: str, plan: str, tmp_path: Path):

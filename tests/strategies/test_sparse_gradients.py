@@ -145,7 +145,7 @@ def test_tables_inside_of_blocks(plan: str, tmp_path: Path):
     assert_alike(table_job(OfBlocks, "Adagrad"), plan, tmp_path)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=2", "data=3 accumulate=2", "shard=2", "data=2 shard=2", "pipeline=2",
                                   "pipeline=2 data=2", "pipeline=2 shard=2"])
 def test_a_weight_that_another_layer_uses(plan: str, tmp_path: Path):

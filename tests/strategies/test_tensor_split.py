@@ -75,7 +75,7 @@ def test_they_compute_what_one_device_computes(model: Callable[[], nn.Module], p
     passes(job_of(model, clip=0.5), plan)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow  # as the models of tests/verify/test_split.py, whose values are small
 @pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2"])
 def test_they_compute_the_same_on_whole_sequences(plan: str) -> None:
     """Values of few bytes are not cut along their sequence."""
@@ -324,7 +324,7 @@ def test_a_block_exchanges_four_times(run_ranks: Callable[..., Any]) -> None:
     assert [after - before for before, after in zip(one, two, strict=True)] == [2, 2, 0]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("sequence_bytes", [0, 2**30])
 @pytest.mark.parametrize("model", [
     lambda: Stack(Flat(), width=24), lambda: Stack(Fused(width=24), Fused(width=24), width=24),

@@ -174,7 +174,7 @@ def test_trials_that_fail_at_once_do_not_end_a_search_while_an_older_one_runs(jo
 def test_limits_refuse_before_training_and_predictions_are_objectives(job: str, tmp_path: Path):
     """A refused trial has no training in its folder; the Pareto front weighs loss and size."""
     run = tmp_path / "run"
-    found = pl.search(job, 10, settings=WORKS, procs=2, run=run, objective=["validation_loss", "parameters"],
+    found = pl.search(job, 6, settings=WORKS, procs=2, run=run, objective=["validation_loss", "parameters"],
                       limits=["parameters<=60", "step_ms<=1000"], sampler="random")
     for trial in found["trials"]:
         size = 6 * trial["params"]["width"] + 1

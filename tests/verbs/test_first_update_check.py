@@ -108,6 +108,7 @@ class Numbered:
         return F.cross_entropy(output, target)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2 shares=3:1", "single accumulate=2", "pipeline=2"])
 def test_a_loss_that_keeps_a_state_is_refused_where_the_batch_is_cut(plan: str, tmp_path: Path) -> None:
     """Each rank, or each micro-batch, would move it on by itself."""

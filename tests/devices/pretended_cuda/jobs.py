@@ -354,12 +354,13 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "watched": lambda: regression(Blocks, validation=numbers(20), epochs=3, steps=None, callbacks=[
         Watcher(), paceline.EarlyStopping("validation_loss", patience=1, min_delta=1e9)]),
     "blocks": lambda: regression(Blocks),
+    "few blocks": lambda: regression(lambda: Blocks(depth=2)),
     "clip and validation": lambda: regression(Blocks, clip=0.1, validation=numbers(20),
                                               metrics={"furthest": furthest}),
     "augmented": lambda: regression(Blocks, data=Augmented(), optimizer=lambda named: Restless(named, lr=1e-2)),
     "broken sample": lambda: regression(Blocks, data=Augmented(broken=7)),
     "stream": lambda: regression(Blocks, data=Stream(), optimizer=lambda named: Restless(named, lr=1e-2), steps=7),
-    "dropout": lambda: regression(lambda: Blocks(drop=0.2)),
+    "dropout": lambda: regression(lambda: Blocks(drop=0.2, depth=2)),
     "half": lambda: regression(Blocks, precision="bf16"),
     "float32 in bf16": lambda: regression(
         lambda: nn.Sequential(nn.Linear(8, 16), InFloat32(), InFloat32(), InFloat32(), nn.Linear(16, 4)),

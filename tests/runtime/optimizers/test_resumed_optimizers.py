@@ -90,7 +90,7 @@ def in_one_start(jobs: Iterable[str], plan: str, folder: Path, *, steps: int, re
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("jobs", "route"), [(FEW, ROUTES[0]), *(
+@pytest.mark.parametrize(("jobs", "route"), [(FEW, [("shard=2", 3), ("data=2", 7)]), *(
     pytest.param(tuple(JOBS), route, marks=pytest.mark.slow) for route in ROUTES)])
 def test_it_goes_on_exactly(jobs: tuple[str, ...], route: list[tuple[str, int]], tmp_path: Path,
                             run_ranks: Callable[..., list[Any]]) -> None:
