@@ -131,6 +131,15 @@ def test_connections_are_encrypted_between_hosts_alone(monkeypatch: pytest.Monke
     assert not tls.is_used(_host_of(1), TOGETHER)
 
 
+def test_a_host_that_others_may_join_counts_as_several(monkeypatch: pytest.MonkeyPatch):
+    """The run that begins alone is refused, and not when another host comes."""
+    _asked(monkeypatch)
+    monkeypatch.setattr("paceline.launch.hosted.this_rank", lambda: object())
+    assert tls.is_used(_host_of(3), APART)
+    with pytest.raises(UsageError, match="gloo or NCCL"):
+        tls.is_used(_host_of(3), TOGETHER)
+
+
 @pytest.mark.parametrize(("secret", "fault_policy", "why"), [
     ("s" * 64, TOGETHER, r"gloo or NCCL here, which encrypt nothing(.|\n)*server=S(.|\n)*WireGuard"),
     (None, APART, r"no PACELINE_SECRET: the secret (.|\n)* in the clear(.|\n)*openssl rand -hex 32"),

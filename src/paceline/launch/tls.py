@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from paceline.errors import HostError, MissingPackage, UsageError
+from paceline.launch import hosted
 from paceline.launch.environment import Environment
 from paceline.launch.fault_policy import FaultPolicy
 
@@ -53,12 +54,14 @@ def is_asked_for(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_used(environment: Environment, fault_policy: FaultPolicy) -> bool:
-    """Whether what ranks send each other is encrypted: where it is asked for, and they lie on several hosts.
+    """Whether what ranks send each other is encrypted: where it is asked for, and they lie on several hosts, or may
+    come to.
 
     Raises:
         UsageError: it is asked for, and can't be.
     """
-    if not is_asked_for() or environment.local_world_size == environment.world_size:
+    is_one_host = environment.local_world_size == environment.world_size and hosted.this_rank() is None
+    if not is_asked_for() or is_one_host:
         return False
     if fault_policy.uses_process_group:
         raise UsageError("PACELINE_TLS=1: ranks of several hosts talk by gloo or NCCL here, which encrypt nothing",
