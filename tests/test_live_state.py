@@ -37,11 +37,11 @@ KILLED_AT = 7  # step that is not taken, or is in its update
 @pytest.fixture(autouse=True)
 def from_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is moved after two steps, and no copy is made after that."""
-    monkeypatch.setattr(live, "MOVE_S", 0.0)
+    monkeypatch.setattr(live, "SEARCH_S", 0.0)
+    monkeypatch.setattr(live, "MOVE_TENSOR_S", 0.0)
     monkeypatch.setattr(live, "MOVE_BYTES_PER_S", math.inf)
-    monkeypatch.setattr(live, "_LEAST_BYTES", 0)
     monkeypatch.setattr(loop, "NOTE_SHARE", math.inf)
-    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s: 1000)
+    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, **share: 1000)
 
 
 def train(run: Path, plan: str, job: pl.Job) -> Any:
@@ -316,7 +316,7 @@ def test_what_is_moved() -> None:
     states.reserve(0, 0, 2 * 4 * 4096)
     for place, tensor in ((0, weight), (4 * 4096, known)):
         storage = tensor.untyped_storage()
-        tensors = live._tensors_in({storage._cdata: storage})[storage._cdata]
+        tensors = live._tensors_of_python([storage._cdata])[storage._cdata]
         live._move(storage, tensors, arena, place)
         del tensors, storage
     view.fill_(-1.0)
@@ -336,7 +336,7 @@ def test_memory_that_numpy_looks_into_stays() -> None:
             del seen
         arena = states.arena(0, storage.nbytes())
         states.reserve(0, 0, storage.nbytes())
-        aliases = live._tensors_in({storage._cdata: storage})[storage._cdata]
+        aliases = live._tensors_of_python([storage._cdata])[storage._cdata]
         live._move(storage, aliases, arena, 0)
         assert (torch.frombuffer(arena, dtype=torch.float32).data_ptr() == tensor.data_ptr()) is is_moved
         states.close()
@@ -345,13 +345,15 @@ def test_memory_that_numpy_looks_into_stays() -> None:
 def note(states: LiveStates, rank: int, step: int, document: Any, values: torch.Tensor, *, part: int = 0,
          is_whole: bool = True) -> None:
     """A rank that holds one tensor in its arena and a number in its note."""
-    if states.last_index(rank) is None:
+    if states.index(rank) is None:
         states.arena(rank, values.nbytes)[:] = values.numpy().tobytes()
     entry = {"shape": [2 * len(values)], "dtype": "F32", "pieces": [["arena", 0, [part * len(values)], [len(values)]]]}
     number = {"shape": [], "dtype": "F32", "pieces": [["note", 0, [], []]]}
-    index = json.dumps({"document": document, "held": {
-        "part": part, "tensors": {"parameters/w": entry, "buffers/n": number}}}).encode()
-    states.note(rank, step, memoryview(torch.tensor(float(step)).numpy().tobytes()), index, is_whole=is_whole)
+    fixed = {"seed": 1, "optimizer": {"kind": "SGD", "groups": [{"parameters": ["w"]}]}}
+    states.describe(rank, step, json.dumps({"part": part, "document": fixed, "tensors": {
+        "parameters/w": entry, "buffers/n": number}}).encode())
+    states.note(rank, step, memoryview(torch.tensor(float(step)).numpy().tobytes()), json.dumps(document).encode(),
+                is_whole=is_whole)
 
 
 def test_which_state_is_read() -> None:
@@ -360,14 +362,16 @@ def test_which_state_is_read() -> None:
     parts = [torch.arange(0.0, 4.0), torch.arange(4.0, 8.0)]
     assert live_step(states, range(4)) is None
     for rank_, part in ((0, 0), (1, 1), (2, 0)):
-        note(states, rank_, 5, {"step": 5} if not rank_ else None, parts[part], part=part)
+        note(states, rank_, 5, {"step": 5, "groups": [{"lr": 0.5}]} if not rank_ else None, parts[part], part=part)
     assert live_step(states, range(4)) is None  # nobody knows what rank 3 held
     note(states, 3, 5, None, parts[1], part=1)
     assert live_step(states, range(4)) == 5
     states.change(1)
     assert live_step(states, range(4)) == 5
     checkpoint = open_live(states, range(4), 5)
-    assert torch.equal(checkpoint.read("parameters/w"), torch.arange(8.0)) and checkpoint.document == {"step": 5}
+    assert torch.equal(checkpoint.read("parameters/w"), torch.arange(8.0))
+    assert checkpoint.document == {
+        "step": 5, "seed": 1, "optimizer": {"kind": "SGD", "groups": [{"lr": 0.5, "parameters": ["w"]}]}}
     assert checkpoint.read("buffers/n") == 5.0
     states.forget(1)  # rank 1 goes on already, and rank 2 reads: what rank 0 chose holds
     assert torch.equal(open_live(states, range(4), 5).read("parameters/w"), torch.arange(8.0))
@@ -405,9 +409,9 @@ def test_replicas_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_first_note_is_kept_back() -> None:
     states = LiveStates(1)
     note(states, 0, 1, {}, torch.arange(4.0), is_whole=False)
-    assert states.step(0) is None and states.last_index(0) is not None
+    assert states.step(0) is None and states.index(0) is not None
     states.forget(0)
-    assert states.last_index(0) is None
+    assert states.index(0) is None
     states.close()
 
 
@@ -449,7 +453,8 @@ def test_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     states = LiveStates(1)
-    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]))
+    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]), held={},
+                              optimizer=SimpleNamespace(state={}))
     state = live.LiveState(states, stepper, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(live.LiveState, "_movable", lambda self: {1: torch.zeros(2000).untyped_storage()})
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -457,17 +462,18 @@ def test_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     state.move()
     assert state.has_ended
     state.note(3, None, began_s=0.0)
-    assert states.last_index(0) is None
+    assert states.index(0) is None
     states.close()
 
 
 def test_memory_for_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes that of the largest tensor and of what is not given back yet, and the next ranks need all of it again;
     without that it is not begun."""
-    pieces = [SimpleNamespace(tensor=torch.zeros(2**20)) for _ in range(3)]
-    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]))
+    storages = {place: torch.zeros(2**20).untyped_storage() for place in range(3)}
+    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]), held={},
+                              optimizer=SimpleNamespace(state={}))
     state = live.LiveState(SimpleNamespace(), stepper, 0)  # type: ignore[arg-type]
-    monkeypatch.setattr(live.LiveState, "_pieces", lambda self: iter(pieces))
+    monkeypatch.setattr(live.LiveState, "_movable", lambda self: storages)
     monkeypatch.setattr(live, "GIVEN_BACK_BYTES", 2**20)
     for share, available, possible in ((0.5, 24, True), (0.5, 23, False), (0.25, 40, True), (0.25, 39, False)):
         monkeypatch.setattr(live, "MEMORY_SHARE", share)

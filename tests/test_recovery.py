@@ -110,7 +110,7 @@ def test_servers_go_on_from_copies(tmp_path: Path, plan: str, server: int, pacel
         time.sleep(0.05 * self.number)
         copy(self, *args)
 
-    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s: 1)
+    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, **share: 1)
     monkeypatch.setattr(Server, "copy", copy_late)
     outcome = paceline_rehearse(replace(job_of(None, 0), clip=None), plan, f"kill {server}@9", save_every=STEPS)
     assert outcome.audit.recomputed_updates <= 8 and outcome.audit.launches == 2

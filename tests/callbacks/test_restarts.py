@@ -96,7 +96,7 @@ def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_callbacks_keep_what_they_know_where_ranks_go_on_from_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """All are told of everything once; the run ends as one without a death. Every step is copied: KeepBest's
     checkpoints would be newer than copies that are farther apart."""
-    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s: 1)
+    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, **share: 1)
     expected = train(tmp_path / "whole", "single", [pl.EarlyStopping(patience=2), pl.KeepBest()])
     counts, looks = Counts(), Looks()
     result = train(tmp_path / "run", "data=2", [counts, looks, pl.EarlyStopping(patience=2), pl.KeepBest()],

@@ -46,7 +46,7 @@ class AttributeSnapshot:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._originals = {name: value for name, _, _, value in plain_attributes(model)}
-        self.values = {name: _copied(value) for name, value in self._originals.items()}
+        self.values = {name: copied(value) for name, value in self._originals.items()}
 
     def changed(self) -> list[str]:
         """Names of attributes that are new or hold something else now, in the model's order."""
@@ -118,17 +118,18 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _CONTAINERS) and all(map(is_plain, value))
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A copy of a plain value, the tensors in it included."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return type(value)((key, _copied(item)) for key, item in value.items()) if type(value) is not dict else {
-            key: _copied(item) for key, item in value.items()}
+        return type(value)((key, copied(item)) for key, item in value.items()) if type(value) is not dict else {
+            key: copied(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return type(value)(*map(_copied, value)) if hasattr(value, "_fields") else type(value)(map(_copied, value))
+        return type(value)(*map(copied, value)) if hasattr(value, "_fields") else type(value)(map(copied, value))
     if isinstance(value, deque):
-        return deque(map(_copied, value), maxlen=value.maxlen)
-    return type(value)(map(_copied, value)) if isinstance(value, list | set) else value
+        return deque(map(copied, value), maxlen=value.maxlen)
+    return type(value)(map(copied, value)) if isinstance(value, list | set) else value
 
 
 def _refilled(original: Any, copy: Any) -> Any:
@@ -138,10 +139,10 @@ def _refilled(original: Any, copy: Any) -> Any:
             return original if is_same(original, copy) else original.copy_(copy)
     if isinstance(original, dict | set):
         original.clear()
-        original.update(_copied(copy))
+        original.update(copied(copy))
     elif isinstance(original, list | deque):
         original.clear()
-        original.extend(_copied(copy))
+        original.extend(copied(copy))
     else:
-        return _copied(copy)
+        return copied(copy)
     return original

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from paceline.launch.memory_files import memory_file, read_at
 from paceline.launch.step_slots import StepSlots
 
-# Of the time of the steps, for notes. Copies (`state_copies.py`), the journal and the watch have the rest of 1 %.
-TIME_SHARE = 0.0025
+# Of the time of the steps, for notes, and for copies (`state_copies.py`) beside them, which are for ranks that are lost
+# in an update. Hashing, the journal and the watch have the rest of 1 %.
+TIME_SHARE, COPY_SHARE = 0.004, 0.0025
 _WORD_BYTES = 8
 _NOTHING = -1
 _LOOK_EVERY_S = 0.005
@@ -31,13 +32,14 @@ class LiveStates:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks, self.is_mapped = num_ranks, False
         self._arenas = [memory_file("paceline-arena") for _ in range(num_ranks)]
-        self._notes = StepSlots(num_ranks, "paceline-note")
+        self._notes, self._indexes = StepSlots(num_ranks, "paceline-note"), StepSlots(num_ranks, "paceline-index")
         self._words = memoryview(mmap.mmap(-1, _WORD_BYTES * num_ranks)).cast("q")
         for rank in range(num_ranks):
             self.change(rank)
 
     def close(self) -> None:
         self._notes.close()
+        self._indexes.close()
         for descriptor in self._arenas:
             os.close(descriptor)
 
@@ -60,6 +62,7 @@ class LiveStates:
         """Let go of this rank's state, and of its memory if that is not in use."""
         self.change(rank)
         self._notes.give_back(rank)
+        self._indexes.give_back(rank)
         if not self.is_mapped:
             os.ftruncate(self._arenas[rank], 0)
 
@@ -67,14 +70,22 @@ class LiveStates:
         """This rank is about to change its state."""
         self._words[rank] = _NOTHING
 
-    def note(self, rank: int, step: int, note: memoryview, index: bytes, *, is_whole: bool = True) -> None:
-        """This rank's state is that after a step. index: says what lies where in the arena and in the note. is_whole:
-        whether others may read it.
+    def describe(self, rank: int, step: int, index: bytes) -> None:
+        """From this step on, the index says what lies where in this rank's arena and notes. No note is whole before.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        self.change(rank)
+        self._indexes.write(rank, step, [], index)
+
+    def note(self, rank: int, step: int, note: memoryview, document: bytes, *, is_whole: bool = True) -> None:
+        """This rank's state is that after a step. is_whole: whether others may read it.
 
         Raises:
             OSError: there is no memory for the note; there is no state then.
         """
-        self._notes.write(rank, step, [note], index)
+        self._notes.write(rank, step, [note], document)
         if is_whole:
             self._words[rank] = step
 
@@ -83,10 +94,14 @@ class LiveStates:
         step = self._words[rank]
         return None if step == _NOTHING else step
 
-    def last_index(self, rank: int) -> bytes | None:
-        """The index of this rank's newest note; None if it has none."""
-        steps = self._notes.steps(rank)
-        return self._notes.index(rank, max(steps)) if steps else None
+    def index(self, rank: int) -> bytes | None:
+        """What lies where in this rank's arena and newest note; None if it has none."""
+        steps = self._indexes.steps(rank)
+        return self._indexes.index(rank, max(steps)) if steps else None
+
+    def document(self, rank: int) -> bytes:
+        """Of this rank's newest note."""
+        return self._notes.index(rank, max(self._notes.steps(rank)))
 
     def read_arena(self, rank: int, offset: int, target: memoryview) -> None:
         """Fill the target from a place in this rank's arena on."""
@@ -99,7 +114,7 @@ class LiveStates:
     def settle(self, running: Iterable[int], *, patience_s: float) -> None:
         """Wait until ranks that still run have their state whole, and of the step of all others: some may be in an
         update, or not yet through with a step that others have ended."""
-        running = [rank for rank in running if self.last_index(rank) is not None]
+        running = [rank for rank in running if self.index(rank) is not None]
         until_s = time.monotonic() + patience_s
         while any(self.step(rank) is None for rank in running) or len(
                 {self.step(rank) for rank in range(self.num_ranks)} - {None}) > 1:

@@ -43,6 +43,15 @@ class ChangingAttributes:
             if name not in self._numbers or value != self._numbers[name]}
         return {name: value for name, value in changed.items() if name not in self._not_the_models}
 
+    def places(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Where everything lies that may change: the dict of a module's or an object's attributes, and the key."""
+        for name, module, attribute, _ in plain_attributes(self._model):
+            if name not in self._not_the_models:
+                yield vars(module), attribute
+        for name, holder, attribute in _numbers_of_objects(self._model):
+            if name not in self._not_the_models:
+                yield vars(holder), attribute
+
     def changed_tensors(self) -> list[str]:
         """Names of tensors that were there when this was made and hold other values now, in the same shape."""
         return [name for name, value in self.changed().items()

@@ -141,11 +141,11 @@ class Copier:
         self.copies.write(self.context.slot, step, [bytes_of(tensor) for tensor in tensors], index)
         self._latest_s.append(time.perf_counter() - began_s)
 
-    def affordable_every(self, step_s: float) -> int:
-        """Steps from copy to copy that keep the time of one within the budget, that beside steps included: the median
-        of the latest, as other work on the machine delays some. step_s: of one step."""
+    def affordable_every(self, step_s: float, *, share: float = TIME_SHARE) -> int:
+        """Steps from copy to copy that keep the time of one within a share of all, that beside steps included: the
+        median of the latest, as other work on the machine delays some. step_s: of one step."""
         took_s = statistics.median(self._latest_s) if self._latest_s else 0.0
-        return max(1, math.ceil(took_s / (TIME_SHARE * step_s))) if step_s > 0 else 1
+        return max(1, math.ceil(took_s / (share * step_s))) if step_s > 0 else 1
 
     def fits(self) -> bool:
         """Whether copies of all ranks of this host, each as large as this rank's, fit into its memory; some are made

@@ -145,7 +145,7 @@ def _own_live(copies: HostCopies) -> tuple[_Held, ...]:
         logger.warning(f"the state in memory of step {step} is passed over: {difference}")
         return ()
     prints = live_prints(states, slots, step)
-    origins = [json.loads(states.last_index(slot) or b"")["held"]["origin"] for slot in slots]
+    origins = [json.loads(states.index(slot) or b"")["origin"] for slot in slots]
     return tuple(_Held(slot, step, prints={f"part {origin['part']}": str(prints.get(origin["part"]))}, **origin)
                  for slot, origin in zip(slots, origins, strict=True))
 

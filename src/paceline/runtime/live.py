@@ -17,8 +17,9 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -30,22 +31,23 @@ from paceline.launch.live_states import LiveStates
 from paceline.launch.step_slots import StepSlots
 from paceline.runtime import state
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, DTYPES
-from paceline.runtime.checkpoint.files import bytes_of
+from paceline.runtime.checkpoint.files import bytes_of, is_plain
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece
 from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntry
 from paceline.runtime.drift import fingerprint
+from paceline.runtime.structure import Structure
 from paceline.strategies.spill import give_back_freed
 
 if TYPE_CHECKING:
     from paceline.runtime.stepper import Stepper
 
 MOVE_SHARE = 0.02  # of the time that a launch has trained, for the move into the arena
-MOVE_S = 0.25  # of a move, to find what refers to the memory: 0.1 s for 300,000 objects of Python, twice and more busy
+SEARCH_S = 0.25  # for what refers to the memory: 0.1 s for 300,000 objects of Python, twice and more if busy
+MOVE_TENSOR_S = 3e-4  # of a move, for each tensor: 0.1 to 0.2 ms to find it, and as much to move it, on a busy core
 MOVE_BYTES_PER_S = 1e9  # of a move, into new pages
 _REMEMBERED = 32  # notes
 GIVEN_BACK_BYTES = 256 * 2**20  # moved before freed memory is given back
 MEMORY_SHARE = 0.5  # of this host's free memory that the move of all its ranks may take in between
-_LEAST_BYTES = 4096  # of a tensor that is moved; smaller ones are copied into notes
 _ALIGNMENT = 64  # bytes, as torch allocates
 _ARENA, _NOTE = "arena", "note"
 _UPDATED = "parameters/", "optimizer/"  # names of what an update alone writes to, as is looked at
@@ -67,8 +69,9 @@ class LiveState:
         self._address, self._is_clean, self._is_proved = 0, False, False
         self._versions: list[int] = []
         self._fingerprints: list[int] = []
-        self._layout: tuple[Any, ...] = ()
-        self._index = b""
+        self._structure: Structure | None = None
+        self._num_looks = 0  # one after the other
+        self._rest: list[memoryview | torch.Tensor] = []
 
     @staticmethod
     def is_possible(states: LiveStates, stepper: Stepper) -> bool:
@@ -86,12 +89,15 @@ class LiveState:
 
         num_ranks: of this host, each of which moves about as much.
         """
-        sizes, available_bytes = [piece.tensor.nbytes for piece in self._pieces()], psutil.virtual_memory().available
+        storages, available_bytes = self._movable(), psutil.virtual_memory().available
+        sizes = [storage.nbytes() for storage in storages.values()]
         in_between = num_ranks * min(sum(sizes), max(sizes, default=0) + GIVEN_BACK_BYTES)
         # The next ranks build their own state beside the one that these leave.
         if self.stepper.edits.names or max(in_between / MEMORY_SHARE, num_ranks * sum(sizes)) > available_bytes:
             return math.inf
-        return MOVE_S + sum(sizes) / MOVE_BYTES_PER_S
+        known = self._known(storages)
+        is_known = all(_is_all_in(storages[key], known[key]) for key in known)
+        return (0.0 if is_known else SEARCH_S) + MOVE_TENSOR_S * len(sizes) + sum(sizes) / MOVE_BYTES_PER_S
 
     def move(self) -> None:
         """Move what only updates write to into the arena. Who refers to that memory goes on to do so.
@@ -106,7 +112,7 @@ class LiveState:
             end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         if not end:
             return
-        aliases, kept_bytes = _tensors_in(storages), 0
+        aliases, kept_bytes = self._tensors_in(storages), 0
         try:
             arena = self.states.arena(self.slot, end)
             self.num_bytes, self._address = end, _address_of(arena)
@@ -134,10 +140,25 @@ class LiveState:
                 storages[storage._cdata] = storage
                 used_bytes[storage._cdata] = used_bytes.get(storage._cdata, 0) + piece.tensor.nbytes
         return {key: storage for key, storage in storages.items()
-                if used_bytes[key] >= _LEAST_BYTES and 2 * used_bytes[key] >= storage.nbytes()}
+                if used_bytes[key] and 2 * used_bytes[key] >= storage.nbytes()}
 
     def _pieces(self) -> Iterator[TensorPiece]:
         return state.pieces(self.stepper, of_others=True, host_ranks=self.host_ranks)
+
+    def _known(self, storages: Collection[int]) -> dict[int, list[torch.Tensor]]:
+        """The parameters, and the tensors of the optimizer's state, in each storage."""
+        values = chain(self.stepper.held.values(), *(
+            entry.values() for entry in self.stepper.optimizer.state.values() if isinstance(entry, dict)))
+        known: dict[int, list[torch.Tensor]] = {key: [] for key in storages}
+        for tensor in {id(each): each for each in values if isinstance(each, torch.Tensor)}.values():
+            if _is_plain(tensor) and (key := tensor.untyped_storage()._cdata) in known:
+                known[key].append(tensor)
+        return known
+
+    def _tensors_in(self, storages: Mapping[int, torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
+        """All tensors in each storage, as far as Python knows of them."""
+        known = self._known(storages)
+        return known | _tensors_of_python([key for key in known if not _is_all_in(storages[key], known[key])])
 
     def change(self) -> None:
         """The state is about to change."""
@@ -155,40 +176,53 @@ class LiveState:
         return statistics.median(self._latest_s) if self._latest_s else 0.0
 
     def note(self, step: int, document: Mapping[str, Any] | None, *, began_s: float) -> None:
-        """The state is that after a step. document: what is no tensor, on the first rank. began_s: when it was begun to
-        be made.
+        """The state is that after a step. document: what is no tensor, or what steps change of that, on the first rank.
+        began_s: when it was begun to be made.
 
         The first note is kept back until the next update, which looks whether the forwards before it wrote to a
         parameter: also through `parameter.data`, which later ones are not looked at for.
         """
         if self.has_ended:
             return
-        layout: list[Any] = []
-        small: list[torch.Tensor] = []
-        pieces = list(self._pieces())
-        for piece in pieces:
-            place = piece.tensor.data_ptr() - self._address
-            is_moved = 0 <= place < self.num_bytes and piece.tensor.is_contiguous() and (
-                piece.name.startswith(_UPDATED))
-            layout.append((piece.name, place if is_moved else None, piece.tensor.shape, piece.tensor.dtype))
-            if not is_moved:
-                small.append(piece.tensor)
-        if self._layout != tuple(layout):
-            self._layout, self._index = tuple(layout), _index(pieces, [place for _, place, *_ in layout],
-                                                              self.stepper.mesh, self.origin)
-        index = b"".join([b'{"document":', json.dumps(document).encode(), b',"held":', self._index, b"}"])
         self._versions = self._versions_now()
         if not self._is_proved:
             self._fingerprints = self._prints()
         try:
-            rest = b"".join(map(bytes_of, small))  # a call for each would take longer than the copies
-            self.states.note(self.slot, step, memoryview(rest), index, is_whole=self._is_proved)
+            self._look(step)
+            # One buffer, as a call for each tensor would take longer than the copies.
+            rest = b"".join([bytes_of(each) if isinstance(each, torch.Tensor) else each for each in self._rest])
+            self.states.note(self.slot, step, memoryview(rest), json.dumps(document).encode(),
+                             is_whole=self._is_proved)
         except (OSError, MemoryError):
             self.end()
             return
         self._is_clean = True
         if self._is_proved:  # the first one has looked at every bit
             self._latest_s.append(time.perf_counter() - began_s)
+
+    def _look(self, step: int) -> None:
+        """Know what the state is made of. What others need to know of it is written down if it is new.
+
+        Raises:
+            OSError: there is no memory for that.
+        """
+        if self._structure is not None and self._structure.is_current():
+            self._num_looks = 0
+            return
+        structure = Structure(self.stepper, host_ranks=self.host_ranks)
+        places = [self._place(piece) for piece in structure.pieces]
+        self.states.describe(self.slot, step, _index(structure, places, self.stepper.mesh, self.origin))
+        small = [piece.tensor for piece, place in zip(structure.pieces, places, strict=True) if place is None]
+        self._rest = [bytes_of(tensor) if is_plain(tensor) else tensor for tensor in small]
+        self._num_looks += 1
+        # An optimizer that makes its tensors anew in each update would have both in memory.
+        self._structure = structure if self._num_looks == 1 else None
+
+    def _place(self, piece: TensorPiece) -> int | None:
+        """Where in the arena a piece lies; None if it does not."""
+        place = piece.tensor.data_ptr() - self._address
+        is_moved = 0 <= place < self.num_bytes and piece.tensor.is_contiguous() and piece.name.startswith(_UPDATED)
+        return place if is_moved else None
 
     def end(self) -> None:
         """Give it up. What was moved stays where it is."""
@@ -211,9 +245,11 @@ def _address_of(arena: mmap.mmap) -> int:
     return torch.frombuffer(arena, dtype=torch.uint8).data_ptr()
 
 
-def _tensors_in(storages: Mapping[int, torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
+def _tensors_of_python(storages: Collection[int]) -> dict[int, list[torch.Tensor]]:
     """All tensors that Python knows of in each storage."""
     tensors: dict[int, list[torch.Tensor]] = {key: [] for key in storages}
+    if not storages:
+        return tensors
     with torch._C.DisableTorchFunctionSubclass():
         for thing in gc.get_objects():
             if not issubclass(type(thing), torch.Tensor):
@@ -227,10 +263,15 @@ def _tensors_in(storages: Mapping[int, torch.UntypedStorage]) -> dict[int, list[
     return tensors
 
 
+def _is_all_in(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no other tensor lies in a storage."""
+    return bool(torch._C._storage_Use_Count(storage._cdata) == len(tensors) + 1)
+
+
 def _move(storage: torch.UntypedStorage, aliases: Sequence[torch.Tensor], arena: mmap.mmap, place: int) -> None:
     """Let all of these tensors lie in the arena, if there are no others in their storage."""
     # A storage that NumPy looks into can't be resized: an array would be left with memory that is free.
-    if not storage.resizable() or torch._C._storage_Use_Count(storage._cdata) != len(aliases) + 1 or not all(
+    if not storage.resizable() or not _is_all_in(storage, aliases) or not all(
             _is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_inference() and not tensor.is_conj()
             and not tensor.is_neg() for tensor in aliases):
         return
@@ -241,18 +282,19 @@ def _move(storage: torch.UntypedStorage, aliases: Sequence[torch.Tensor], arena:
             moved.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _index(pieces: Sequence[TensorPiece], places: Sequence[int | None], mesh: Any, origin: Mapping[str, Any]) -> bytes:
+def _index(structure: Structure, places: Sequence[int | None], mesh: Any, origin: Mapping[str, Any]) -> bytes:
     """What a rank holds, and where. places: in the arena; what has none lies in the note, one after the other."""
     tensors: dict[str, dict[str, Any]] = {}
     offset = 0
-    for piece, place in zip(pieces, places, strict=True):
+    for piece, place in zip(structure.pieces, places, strict=True):
         entry = tensors.setdefault(piece.name, {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype],
                                                 "pieces": []})
         where = [_NOTE, offset] if place is None else [_ARENA, place]
         entry["pieces"].append([*where, piece.offsets, tuple(piece.tensor.shape)])
         offset += piece.tensor.nbytes if place is None else 0
     part = mesh.number(axis for axis in mesh.sizes if axis not in mesh.copy_axes)
-    return json.dumps({"part": part, "origin": dict(origin), "tensors": tensors}).encode()
+    return json.dumps({"part": part, "origin": dict(origin), "tensors": tensors,
+                       "document": structure.fixed_document}).encode()
 
 
 # --- Reading -------------------------------------------------------------------------------------------------------
@@ -331,10 +373,10 @@ def _boxes_at(states: LiveStates, ranks: Iterable[int], step: int) -> dict[tuple
 
 def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _Held] | None:
     """What a rank held after its newest note; None if it has none."""
-    index = states.last_index(rank)
+    index = states.index(rank)
     if index is None:
         return None
-    held = json.loads(index)["held"]
+    held = json.loads(index)
     boxes: dict[tuple[str, Region], _Held] = {}
     for name, entry in held["tensors"].items():
         for where, offset, offsets, shape in entry["pieces"]:
@@ -347,7 +389,8 @@ def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _Held] | N
 def open_live(states: LiveStates, ranks: Iterable[int], step: int) -> LiveCheckpoint:
     """What ranks have left after this step; see `live_step`."""
     chosen = _boxes_at(states, ranks, step)
-    document = json.loads(states.last_index(0) or b"")["document"]
+    document = _document(states, 0)
+    assert document is not None
     tensors: dict[str, TensorEntry] = {}
     for (name, region), box in chosen.items():
         before = tensors[name].pieces if name in tensors else ()
@@ -356,11 +399,19 @@ def open_live(states: LiveStates, ranks: Iterable[int], step: int) -> LiveCheckp
     return LiveCheckpoint(Path(f"live-{step}"), step, document, tensors, states)
 
 
+def _document(states: LiveStates, rank: int) -> dict[str, Any] | None:
+    """What is no tensor, after the newest note of a rank; None on a rank that does not have it."""
+    noted: dict[str, Any] | None = json.loads(states.document(rank))
+    if noted is None or "optimizer" in noted:
+        return noted
+    return state.joined_document(json.loads(states.index(rank) or b"")["document"], noted)
+
+
 def copy_live(states: LiveStates, copies: StepSlots, slots: Sequence[int], step: int) -> None:
     """Make copies of what the ranks of a host have left after this step, of each box once, and give its memory back."""
     boxes = _boxes_at(states, slots, step)
     for slot in slots:
-        held = json.loads(states.last_index(slot) or b"")
+        held = json.loads(states.index(slot) or b"")
         tensors: dict[str, dict[str, Any]] = {}
         offset = 0
         own = [(name, box) for (name, _), box in boxes.items() if box.rank == slot]
@@ -368,7 +419,7 @@ def copy_live(states: LiveStates, copies: StepSlots, slots: Sequence[int], step:
             entry = tensors.setdefault(name, {"shape": box.shape, "dtype": DTYPE_NAMES[box.dtype], "pieces": []})
             entry["pieces"].append((offset, box.region.offsets, box.region.shape))
             offset += box.num_bytes
-        index = {"document": held["document"], "origin": held["held"]["origin"], "tensors": tensors}
+        index = {"document": _document(states, slot), "origin": held["origin"], "tensors": tensors}
         copies.write(slot, step, (bytes_of(_read_box(states, box)) for _, box in own), json.dumps(index).encode())
     for slot in slots:
         states.forget(slot)

@@ -24,7 +24,9 @@ from paceline.cluster import Device
 from paceline.errors import CallbackError, CheckpointError, JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
+from paceline.launch.live_states import COPY_SHARE
 from paceline.launch.live_states import TIME_SHARE as NOTE_SHARE
+from paceline.launch.state_copies import TIME_SHARE
 from paceline.plans import Plan
 from paceline.runtime import drift, hosts_copies, state, trace
 from paceline.runtime.checkpoint.prune import prune
@@ -164,7 +166,7 @@ class _Run:
     loss: of the last step after which ranks met and that has a finite one. unmet: what is to be recorded of the steps
         since the ranks met.
     scheduled_step: after which an evaluation stepped the schedule last.
-    live: its state in memory that outlives it, from when that pays on.
+    live: its state in memory that outlives it, from when that pays on. is_noting: whether all ranks write notes for it.
     due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
     is_copied: whether it goes on from a copy in memory.
     ended: why a callback or the observer ended the run, if one did. epoch: of the last step. ended_epochs: that
@@ -186,6 +188,7 @@ class _Run:
     journal: Journal
     scheduled_step: int = -1
     live: LiveState | None = None
+    is_noting: bool = False
     step: int = 0
     samples: int = 0
     loss: float = float("nan")
@@ -678,9 +681,11 @@ def _compare(run: _Run) -> None:
 
 def _document(run: _Run) -> dict[str, Any]:
     """What of the run's state is not a tensor."""
-    spikes = run.stepper.spikes
-    return state.document(run.stepper, step=run.step, samples=run.samples) | (
-        {"spikes": spikes.to_dict()} if spikes is not None else {})
+    return state.document(run.stepper, step=run.step, samples=run.samples) | _spikes(run)
+
+
+def _spikes(run: _Run) -> dict[str, Any]:
+    return {"spikes": run.stepper.spikes.to_dict()} if run.stepper.spikes is not None else {}
 
 
 def _copy(run: _Run) -> None:
@@ -703,7 +708,8 @@ def _copy(run: _Run) -> None:
             context.host_copies.give_back_kept()
     if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
         copier.wait()
-        every = copier.affordable_every(statistics.median(run.speed.latest_s)) if copier.fits() else _NEVER
+        share = COPY_SHARE if run.is_noting else TIME_SHARE
+        every = copier.affordable_every(statistics.median(run.speed.latest_s), share=share) if copier.fits() else _NEVER
         copier.every = _greatest(run, every)
         if copier.every == _NEVER:
             _end_copies(run)
@@ -747,6 +753,15 @@ def _copy_document(run: _Run) -> dict[str, Any] | None:
     return json.loads(data) if context.slot == 0 else None
 
 
+def _note_document(run: _Run) -> dict[str, Any] | None:
+    """What steps change of `_copy_document`; where there are several hosts, all of it."""
+    if run.context.host_copies is not None:
+        return _copy_document(run)
+    return None if run.context.rank else {
+        **state.changing_document(run.stepper, step=run.step, samples=run.samples), **_spikes(run),
+        "figures": run.figures()}
+
+
 def _keep_live(run: _Run) -> None:
     """Let the state outlive this rank where that pays: where copies of it are several steps apart. Collective after
     1, 2, 4, 8, ... steps of a launch."""
@@ -765,12 +780,13 @@ def _keep_live(run: _Run) -> None:
                 live.origin = hosts_copies.origin_of(run.stepper, context)
             if not _greatest(run, int(live.move_s(run.context.local_world_size) > MOVE_SHARE * run.speed.all_s)):
                 live.move()
-                run.live = live
-        elif _greatest(run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)):
+                run.live, run.is_noting = live, True
+        elif run.is_noting and _greatest(run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)):
             run.live.end()
-    if run.live is not None:
+            run.is_noting = False
+    if run.live is not None and run.is_noting:
         began_s = time.perf_counter()  # where there are several hosts, all ranks have a part in the document
-        run.live.note(run.step, _copy_document(run), began_s=began_s)
+        run.live.note(run.step, _note_document(run), began_s=began_s)
 
 
 def _before_update(run: _Run) -> None:

@@ -236,27 +236,53 @@ def document(stepper: StateOwner, *, step: int, samples: int, left_out: Collecti
         JobError: a schedule or optimizer keeps something that JSON can't hold.
         PlanRefused: the optimizer keeps something that this rank's part can't be told from.
     """
+    return joined_document(fixed_document(stepper), changing_document(stepper, step=step, samples=samples)) | (
+        {"left_out": sorted(left_out)} if left_out else {})
+
+
+def fixed_document(stepper: StateOwner) -> dict[str, Any]:
+    """What of the document stays as it is while the state is made of the same objects.
+
+    Raises:
+        JobError, PlanRefused: as `document`.
+    """
     state = stepper.optimizer_state
     state.check([name for names in stepper.groups for name in names])
-    groups = [_options(group) | {"parameters": names}
-              for group, names in zip(stepper.optimizer.param_groups, stepper.groups, strict=True)]
-    schedule = stepper.schedule.state_dict() if stepper.schedule is not None else None
     return {
-        "step": step,
-        "samples": samples,
         "seed": stepper.job.seed,
         "batch": _batch(stepper.job),
         "num_samples": stepper.job.num_samples,
         "ties": ties(stepper.model),
         "replicas": stepper.mesh.num_copies if stepper.step_sync.has_own_steps else 1,
-        "optimizer": {"kind": type(stepper.optimizer).__name__, "groups": groups,
+        "optimizer": {"kind": type(stepper.optimizer).__name__,
+                      "groups": [{"parameters": names} for names in stepper.groups],
                       "wrapped": {path: [_options(group) for group in wrapped]
                                   for path, wrapped in state.wrapped_groups().items()},
                       "attributes": _packed_attributes(state, {})},
+    }
+
+
+def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
+    """What of the document steps change.
+
+    Raises:
+        JobError: as `document`.
+    """
+    schedule = stepper.schedule.state_dict() if stepper.schedule is not None else None
+    return {
+        "step": step,
+        "samples": samples,
+        "groups": [_options(group) for group in stepper.optimizer.param_groups],
         "schedule": _plain(schedule, "the learning-rate schedule"),
         **({"loss_scale": stepper.scaling.to_dict()} if stepper.scaling is not None else {}),
-        **({"left_out": sorted(left_out)} if left_out else {}),
     }
+
+
+def joined_document(fixed: Mapping[str, Any], changing: Mapping[str, Any]) -> dict[str, Any]:
+    """The document. changing: its groups become the optimizer's."""
+    groups = [options | names for options, names in zip(changing["groups"], fixed["optimizer"]["groups"], strict=True)]
+    rest = {key: value for key, value in changing.items() if key != "groups"}
+    return {**fixed, **rest, "optimizer": fixed["optimizer"] | {"groups": groups}}
 
 
 def left_out(checkpoint: Checkpoint) -> frozenset[str]:
@@ -294,6 +320,8 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any, what: str) -> Any:
     """The value if JSON gives it back, scalar tensors as numbers."""
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, dict) and not all(isinstance(key, str) for key in value):

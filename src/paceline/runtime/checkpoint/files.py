@@ -78,10 +78,14 @@ def num_bytes(kind: Kind) -> int:
     return math.prod(kind[1]) * kind[0].itemsize
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in CPU memory as they lie in a file."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose elements lie in CPU memory as they lie in a file; copied only if they don't lie so."""
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy:
+    if is_plain(tensor):
         return tensor.detach()
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     copy(target, tensor.detach())

@@ -64,6 +64,11 @@ class OptimizerState:
                               "alone: a checkpoint can't say which tensor is whose",
                               hint="use a data=N plan, or keep them in self.state[parameter] or a dict by parameter")
 
+    @property
+    def is_in_state(self) -> bool:
+        """Whether all that steps change lies in `state` and the groups of one optimizer."""
+        return not (self.changing or self.through_state_dict or len(parts_of(self.optimizer).optimizers) > 1)
+
     def held(self) -> dict[str, torch.nn.Parameter]:
         """What the optimizer updates, as ranks hold it."""
         return {**self.parameters, **self.distributed}
