@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.errors import UsageError
+from paceline.launch.live_states import COPY_SHARE
 from paceline.launch.live_states import TIME_SHARE as NOTE_SHARE
 from paceline.launch.state_copies import TIME_SHARE
 from paceline.planner.rank import Candidate, amount
@@ -33,7 +34,7 @@ _IN_WORDS: dict[SurvivalName, str] = {
 # The slowest plan's median, python -m benchmarks.recovery on two cores.
 REPLACED_S = 0.7
 COPIED_BYTES_PER_S = 6.5e9  # by one core, to memory that it has used before; measured on two cores
-NOTE_S = 25e-6  # a tensor of the state, to note where it is; 212 tensors of the byte GPT took 5 ms
+NOTE_S, NOTE_TENSOR_S = 1e-4, 1e-6  # of a note, and more a tensor of the state: 0.1 to 0.2 ms for 72, 1.1 ms for 1,152
 STATE_TENSORS = 3  # a parameter: itself, and what Adam keeps of it
 
 
@@ -130,10 +131,10 @@ def outlook(profile: Profile, chosen: Candidate, *, mtbf_hours: float, is_one_ho
     survivals = []
     if is_one_host:
         waited_s, between_s = copied_s, max(copied_s / TIME_SHARE, step_s)
-        note_s = NOTE_S * STATE_TENSORS * sum(p.count for p in profile.parameters)
+        note_s = NOTE_S + NOTE_TENSOR_S * STATE_TENSORS * sum(p.count for p in profile.parameters)
         leaves_state = is_on_cpus and chosen.plan.sync.leaves_state and note_s <= NOTE_SHARE * step_s
         if leaves_state:  # beside copies, for ranks that are lost in an update
-            waited_s, between_s = note_s + TIME_SHARE * step_s, step_s
+            waited_s, between_s = note_s + COPY_SHARE * step_s, step_s
         survivals.append(Survival.of("copies", Failures(mtbf_s, waited_s, REPLACED_S + copied_s), between_s))
     restarts_s: dict[SurvivalName, float] = {**({"checkpoint": REPLACED_S} if is_one_host else {}), "resume": RESTART_S}
     for name, restart_s in restarts_s.items():
