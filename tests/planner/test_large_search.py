@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.catalogue import software
-from paceline.cluster import Cluster
+from paceline.cluster import Cluster, Link
 from paceline.models import DecoderSize, decoder_profile
+from paceline.planner import pipelines
 from paceline.planner.estimate import Estimate, estimate
 from paceline.planner.pipelines import least_missing_bytes
+from paceline.planner.problem import with_memory
 from paceline.planner.rank import RankedPlans, search
 from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan
@@ -46,6 +49,32 @@ def searched(nodes: int, limits: Limits, *, prunes: bool = True) -> RankedPlans:
                                    enough_bytes=enough_bytes)
 
     return search(price, limits, DeviceCounts(8 * nodes, 8), *((least,) if prunes else ()))
+
+
+def test_what_is_known_of_a_cluster_holds_on_others():
+    """Blocks are kept for clusters with other links or memory; prices are those of a planner that keeps none."""
+    plans = [Plan.parse(f"pipeline=16 {more} tensor=8 recompute=full") for more in (
+        "data=128 microbatches=16", "shard=128 zero=2 microbatches=16 schedule=interleaved virtual=2",
+        "data=64 shard=2 zero=1 microbatches=16 schedule=zero-bubble")]
+    here = Cluster.parse(f"{NODES}x8xH100")
+    kind, = here.nodes
+    network = replace(kind.network, across=Link(kind.network.across.bytes_per_s / 4, kind.network.across.latency_s))
+    clusters = [here, Cluster.of((replace(kind, network=network),)), Cluster.of((with_memory(kind, 2),)),
+                Cluster.parse(f"{NODES}x8xA100")]
+
+    def prices(*, keeps: bool) -> list[Estimate]:
+        found = []
+        for plan in plans:
+            for cluster in clusters:
+                if not keeps:
+                    pipelines._blocks.cache_clear()
+                    pipelines._written.cache_clear()
+                found.append(estimate(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM))
+        return found
+
+    kept = prices(keeps=True)
+    assert kept == prices(keeps=False)
+    assert len({price.step_s for price in kept}) > 2 * len(plans)  # links and devices make a difference
 
 
 def check_published(found: RankedPlans) -> None:

@@ -1,10 +1,12 @@
-"""Imports without Python's cycle collector, which would go through all modules again and again while they load."""
+"""Imports, and other work that makes many objects and few cycles, without Python's cycle collector: it would go through
+all modules again and again meanwhile."""
 
 from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 # What every run needs. torch's optimizers import `torch._dynamo` when they are built; it takes a second.
 OF_RUNS = ("paceline.verbs.train", "paceline.runtime.drivers", "torch._dynamo")
@@ -16,12 +18,21 @@ def load_modules(names: Sequence[str]) -> None:
     torch makes a million objects when it is imported, and hardly one of them is ever freed. Looking at them takes an
     eighth of the import's time.
     """
+    with without_collector():
+        try:
+            for name in names:
+                importlib.import_module(name)
+        finally:
+            gc.freeze()
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """While this is entered, what refers to itself stays in memory."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for name in names:
-            importlib.import_module(name)
+        yield
     finally:
-        gc.freeze()
         if was_enabled:
             gc.enable()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 
-from paceline.cluster import Cluster, Device, Network
+from paceline.catalogue import Accelerator
+from paceline.cluster import Cluster, Device, DeviceKind, Network
 from paceline.errors import PlanError
 from paceline.job import Precision
 from paceline.planner.program import Item, LoweredStep, fill
@@ -38,6 +39,7 @@ from paceline.strategies.stages.cost import (
     tie,
 )
 
+KEPT = 4096  # steps of which blocks are known: as many as a search prices, which asks again for other links and memory
 ROUNDED_BYTES = 16  # a ledger's entries are whole bytes, and may be less than their sum before
 
 
@@ -84,16 +86,24 @@ class _Block:
     at_peak: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A rank's step, with the events of its actions as far as somebody has asked for them: on any network alike."""
+
+    lowered: LoweredStep
+    events: dict[tuple[object, ...], Sequence[Event]] = field(default_factory=dict)
+
+
 class _Place:
     """A kind of rank of a pipeline: its blocks, played when they are first asked for."""
 
-    def __init__(self, rank: RankCost, filling: LoweredStep, rates: AcceleratorRates, network: Network,
+    def __init__(self, rank: RankCost, written: _Written, rates: AcceleratorRates, network: Network,
                  precision: Precision, num_microbatches: int, blocks: dict[tuple[object, ...], _Block]) -> None:
-        self.rank, self.filling, self.rates, self.network = rank, filling, rates, network
+        self.rank, self.written, self.rates, self.network = rank, written, rates, network
         self.precision = precision
         self.number_of = {FIRST: 0, MIDDLE: min(1, num_microbatches - 1), LAST: num_microbatches - 1}
         self.blocks = blocks
-        segments = filling.step.profile.segments
+        segments = written.lowered.step.profile.segments
         self.kind_of = {stage.segments: tuple((segments[k].repeat, segments[k].unit == "", len(segments[k].gradients))
                                               for k in stage.segments) for stage in rank.stages.values()}
         self.first_of: dict[tuple[tuple[int, bool, int], ...], StageCost] = {}
@@ -104,38 +114,38 @@ class _Place:
         """Stages of the rank that are alike but for their turn share blocks, and so do all forwards."""
         at, alike = self.number_of[MIDDLE if kind == "F" else microbatch], self.kind_of[stage.segments]
         key = (alike, kind, at)
-        block = self.blocks.get(key)
-        if block is None:
-            block = self.blocks[key] = self.play(self._events(self.first_of[alike], kind, at))
+        return self._played(key, lambda: self._events(self.first_of[alike], kind, at))
+
+    def _played(self, key: tuple[object, ...], make: Callable[[], Sequence[Event]]) -> _Block:
+        if (block := self.blocks.get(key)) is None:
+            if (events := self.written.events.get(key)) is None:
+                events = self.written.events[key] = make()
+            block = self.blocks[key] = self._play(events)
         return block
 
     def _events(self, stage: StageCost, kind: str, microbatch: int) -> Sequence[Event]:
         taken = sum(m.num_bytes for m in stage.takes)
         if kind == "F":
-            ahead = self.filling.events(forward_course(self.rank, stage, microbatch))
+            ahead = self.written.lowered.events(forward_course(self.rank, stage, microbatch))
             return (Allocate("communication", taken), *ahead)
         given_back = Allocate("communication", -taken)
         if kind == "I":
-            return list(input_gradients(self.filling.step.profile, stage, self.rank.samples))
+            return list(input_gradients(self.written.lowered.step.profile, stage, self.rank.samples))
         back = sum(m.num_bytes for m in stage.regains)
-        return (Allocate("communication", back), *self.filling.events(backward_course(self.rank, stage, microbatch)),
-                Allocate("communication", -back), given_back)
+        behind = self.written.lowered.events(backward_course(self.rank, stage, microbatch))
+        return (Allocate("communication", back), *behind, Allocate("communication", -back), given_back)
 
     def start(self) -> _Block:
         """What comes before the first action."""
-        if ("start",) not in self.blocks:
-            self.blocks["start",] = self.play(self.filling.events([("start", HookPoint())]))
-        return self.blocks["start",]
+        return self._played(("start",), lambda: self.written.lowered.events([("start", HookPoint())]))
 
     def ending(self) -> _Block:
         """What comes after the last action."""
-        if ("ending",) not in self.blocks:
-            course: list[Item] = [(name, HookPoint()) for name in ENDING]
-            self.blocks["ending",] = self.play(self.filling.events(
-                [tie(self.rank), *course] if self.rank.tied_bytes else course))
-        return self.blocks["ending",]
+        course: list[Item] = [(name, HookPoint()) for name in ENDING]
+        return self._played(("ending",), lambda: self.written.lowered.events(
+            [tie(self.rank), *course] if self.rank.tied_bytes else course))
 
-    def play(self, events: Sequence[Event]) -> _Block:
+    def _play(self, events: Sequence[Event]) -> _Block:
         player = Player(self.rates, self.network, precision=self.precision)
         for event in events:
             player.play(event)
@@ -181,17 +191,28 @@ def _stages_on(cluster: Cluster, count: int, apart: int, precision: Precision, s
 
 
 def _place(rank: RankCost, plan: Plan, where: _Where, precision: Precision, software: Software) -> _Place:
-    filling = fill(rank.profile, plan, where.device.kind, (rank.samples,) * plan.num_microbatches, snapshot=False,
-                   software=software)
-    alike = replace(plan, schedule=Schedule(microbatches=plan.schedule.microbatches))
-    return _Place(rank, filling, stated_rates(where.device, software), where.network, precision,
-                  plan.num_microbatches, _blocks(rank.profile, alike, where, rank.samples, precision, software))
+    device, alike = where.device, _without_order(plan)
+    written = _written(rank.profile, alike, device.kind, rank.samples, software)
+    blocks = _blocks(rank.profile, alike, device.accelerator, where.network, rank.samples, precision, software)
+    return _Place(rank, written, stated_rates(device, software), where.network, precision, plan.num_microbatches,
+                  blocks)
 
 
 @lru_cache(maxsize=256)
-def _blocks(profile: Profile, plan: Plan, where: _Where, samples: float, precision: Precision,
-            software: Software) -> dict[tuple[object, ...], _Block]:
-    """Those that are known. A schedule changes their order, not what they take."""
+def _without_order(plan: Plan) -> Plan:
+    """A schedule changes the order of what ranks do, not what each of these takes."""
+    return replace(plan, schedule=Schedule(microbatches=plan.schedule.microbatches))
+
+
+@lru_cache(maxsize=KEPT)
+def _written(profile: Profile, plan: Plan, kind: DeviceKind, samples: float, software: Software) -> _Written:
+    return _Written(fill(profile, plan, kind, (samples,) * plan.num_microbatches, snapshot=False, software=software))
+
+
+@lru_cache(maxsize=KEPT)
+def _blocks(profile: Profile, plan: Plan, accelerator: Accelerator | None, network: Network, samples: float,
+            precision: Precision, software: Software) -> dict[tuple[object, ...], _Block]:
+    """Those that are known. How much memory the device has does not change them."""
     return {}
 
 

@@ -92,7 +92,8 @@ class RankedPlans:
     @property
     def chosen(self) -> Candidate | None:
         """The first that may be chosen; of those that tie, the one that gives up and does the least."""
-        tied = [candidate for candidate in self.rivals if ties(candidate, self.rivals[0])]
+        rivals = self.rivals
+        tied = [candidate for candidate in rivals if ties(candidate, rivals[0])]
         return min(tied, default=None, key=lambda candidate: (
             candidate.plan.relaxed is not None, len(candidate.plan.values()), candidate.step_cost))
 
@@ -195,8 +196,9 @@ def _least_that_fits(asked: _Asked, plan: Plan, limits: Limits) -> Candidate | N
     if plan.has_schedule:
         counts = [count for count in counts if count >= min(counts[-1], 4 * plan.num_stage_ranks)]
     for recompute in limits.recomputes:
+        recomputed = plan.with_(recompute=recompute)
         for count in counts:
-            if (candidate := asked(plan.with_(recompute=recompute).with_microbatches(count))) is not None:
+            if (candidate := asked(recomputed.with_microbatches(count))) is not None:
                 return candidate
     return None
 

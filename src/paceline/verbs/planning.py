@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from paceline.errors import PlanError, UsageError
 from paceline.job import Job, Precision
 from paceline.jobfile import AnyJob, open_job
 from paceline.launch.fork import in_a_fork
+from paceline.launch.imports import without_collector
 from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.fit import set_aside, taken
 from paceline.planner.goodput import Goodput, outlook
@@ -162,8 +164,10 @@ def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed:
     named = cluster if isinstance(cluster, str) else f"{len(where.devices)} devices"
 
     def answer() -> Answer:
-        return _answer(asked, where, named, relaxed=relaxed, price_per_hour=price_per_hour, mtbf_hours=mtbf_hours,
-                       checkpoint_bytes_per_s=checkpoint_bytes_per_s, calibrate_s=calibrate_s)
+        # Ranks are started on devices that are here alone, and would go on without the collector.
+        with without_collector() if where.nodes else nullcontext():
+            return _answer(asked, where, named, relaxed=relaxed, price_per_hour=price_per_hour, mtbf_hours=mtbf_hours,
+                           checkpoint_bytes_per_s=checkpoint_bytes_per_s, calibrate_s=calibrate_s)
 
     if not has_gpus():
         return answer()
