@@ -90,6 +90,8 @@ def train(
         metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default.")] = None,
     on_spike: Annotated[Literal["stop", "skip", "rewind"] | None, typer.Option(
         help="What to do about a step whose loss is far above those before.")] = None,
+    recheck_every: Annotated[int | None, typer.Option(
+        metavar="STEPS", min=0, help="Steps between gradients that a second replica computes too; 0: none.")] = None,
     check: Annotated[YesOrNo, typer.Option(help="Hold the first update against one device before training.")] = "yes",
     hosts: Annotated[str | None, typer.Option(
         metavar="MIN:MAX", help="Go on with MIN of MAX hosts if some are lost, and take them back.")] = None,
@@ -110,7 +112,7 @@ def train(
         run_train = partial(paceline.train, job, devices=devices, procs=procs, memory=memory, steps=steps,
                             save_every=save_every, keep=keep, trace=trace, run=run, resume=resume,
                             loader_workers=loader_workers, timeout_s=patience, on_spike=on_spike,
-                            check=check == "yes", log=log, table=False)
+                            recheck_every=recheck_every, check=check == "yes", log=log, table=False)
         if place is not None:
             from paceline.verbs.hosts import train_on_hosts
 
@@ -346,7 +348,8 @@ def rehearse(
     stop: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGSTOP a rank.")] = None,
     slow: Annotated[_Texts, typer.Option(metavar="RANK:TIMESx", help="A rank's work takes longer.")] = None,
     raise_: Annotated[_Texts, typer.Option("--raise", metavar=_AT, help="An exception.")] = None,
-    flip: Annotated[_Texts, typer.Option(metavar=_AT, help="A bit of a rank's weights flips.")] = None,
+    flip: Annotated[_Texts, typer.Option(metavar=f"{_AT[:-1]}|:gradients]", help="A bit of a rank's weights flips, or "
+                                         "of its gradients before they are summed.")] = None,
     disk_full: Annotated[_Texts, typer.Option(metavar=_AT, help="A rank can write to no file.")] = None,
     preempt: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGTERM a rank.")] = None,
     tear: Annotated[_Texts, typer.Option(metavar=_AT, help="Damage the last save, kill the launcher.")] = None,
@@ -363,6 +366,7 @@ def rehearse(
     timeout: Annotated[float, typer.Option(
         "--patience", "--timeout", metavar="SECONDS", min=1, help="How long a rank may give no sign of life.")] = 10.0,
     restarts: Annotated[int | None, typer.Option(metavar="N", min=0, help="As in train.")] = None,
+    recheck_every: Annotated[int | None, typer.Option(metavar="STEPS", min=0, help="As in train.")] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where both runs are written.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -376,7 +380,8 @@ def rehearse(
         job = JobFile.parse(file, _parse_settings(settings))
         load_modules(OF_RUNS)
         outcome = paceline.rehearse(job, plan, faults, random=random, seed=seed, run=run, save_every=save_every,
-                                    timeout_s=timeout, restarts=restarts, steps=steps, devices=devices, procs=procs)
+                                    timeout_s=timeout, restarts=restarts, recheck_every=recheck_every, steps=steps,
+                                    devices=devices, procs=procs)
     typer.echo(_json(outcome.to_dict()) if as_json else outcome.describe())
     if not outcome.passed:
         raise typer.Exit(1)

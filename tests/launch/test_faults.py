@@ -19,7 +19,7 @@ def injector(run_dir: Path, *faults: str, rank: int = 0) -> FaultInjector:
 
 
 @pytest.mark.parametrize("text", ["kill 2@50", "stop 1@80:save", "slow 0:3x", "disk_full 0@1:input", "cut 2@5",
-                                  "cut 2@5:reduce+20"])
+                                  "cut 2@5:reduce+20", "flip 1@6:gradients"])
 def test_text_is_read_as_it_is_written(text):
     assert str(Fault.read(text)) == text
 
@@ -27,7 +27,8 @@ def test_text_is_read_as_it_is_written(text):
 @pytest.mark.parametrize(("text", "says"), [
     ("kil 2@50", "did you mean 'kill'"), ("kill 2", "RANK@STEP"), ("kill 2@0", "begin with 1"),
     ("kill 2@5:nap", "input"), ("slow 0@3", "RANK:TIMESx"), ("slow 0:0.5x", "at least 1x"), ("kill 2@5+3", "RANK@STEP"),
-    ("cut 2@x", r"HOST@STEP:PHASE, or with \+SECONDS"), ("kill -1@3", "RANK@STEP")])
+    ("cut 2@x", r"HOST@STEP:PHASE, or with \+SECONDS"), ("kill -1@3", "RANK@STEP"),
+    ("kill 2@5:gradients", "RANK@STEP")])
 def test_what_is_no_fault_is_refused(text, says):
     with pytest.raises(UsageError, match=says):
         Fault.read(text)
@@ -59,6 +60,20 @@ def test_a_bit_of_the_next_update_flips(tmp_path):
         weight.grad = torch.zeros(2, 3)
         optimizer.step()
     assert (weight != 1).sum() == 1 and weight[0, 0] != 1
+
+
+def test_a_bit_of_the_next_gradient_flips(tmp_path):
+    """That of the first micro-batch whose forward comes next."""
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    flips = injector(tmp_path, "flip 0@2:gradients")
+    gradients = []
+    for phase in ("backward", "forward", "forward"):
+        flips.strike(2, phase)
+        model.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        gradients.append(model[1].weight.grad)
+    assert torch.equal(gradients[0], gradients[2])
+    assert (gradients[0] != gradients[1]).nonzero().tolist() == [[0, 0]]
 
 
 def test_the_newest_checkpoint_is_torn(tmp_path, monkeypatch):

@@ -66,24 +66,35 @@ class AttributeSnapshot:
                     vars(module)[attribute] = _refilled(self._originals[name], self.values[name])
 
 
+class StateOfForward:
+    """Buffers, plain attributes and these parameters of a model at one moment."""
+
+    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self._attributes = AttributeSnapshot(model)
+        self._buffers = [(module, name, buffer) for module in model.modules()
+                         for name, buffer in module._buffers.items() if buffer is not None]
+        self._values = [(tensor, tensor.detach().clone())
+                        for tensor in [*(buffer for _, _, buffer in self._buffers), *parameters]]
+
+    def restore(self) -> None:
+        """Put all of it back as it was: the same objects with their former contents."""
+        self._attributes.restore()
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = buffer
+        with torch.no_grad():
+            for tensor, value in self._values:
+                if not is_same(tensor.detach(), value):
+                    tensor.copy_(value)
+
+
 @contextmanager
 def state_of_forward_kept(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Leave buffers, plain attributes and these parameters as they are found: the same objects with their former
-    contents."""
-    attributes = AttributeSnapshot(model)
-    buffers = [(module, name, buffer) for module in model.modules()
-               for name, buffer in module._buffers.items() if buffer is not None]
-    values = [(tensor, tensor.detach().clone()) for tensor in [*(buffer for _, _, buffer in buffers), *parameters]]
+    """Leave buffers, plain attributes and these parameters as they are found."""
+    before = StateOfForward(model, parameters)
     try:
         yield
     finally:
-        attributes.restore()
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
-        with torch.no_grad():
-            for tensor, value in values:
-                if not is_same(tensor.detach(), value):
-                    tensor.copy_(value)
+        before.restore()
 
 
 def is_same(value: Any, other: Any) -> bool:

@@ -31,7 +31,7 @@ class StateSnapshot:
         self.buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in _buffers(model)}
         self._parameters = {p.untyped_storage()._cdata: p for p in model.parameters()}
         self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
-        self._generators = [(put, get()) for get, put in _generators(model)]
+        self._generators = [(put, get()) for get, put in generators(model)]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -128,24 +128,25 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 Generator = tuple[Callable[[], Any], Callable[[Any], Any]]  # what gives a generator's state, and what sets it
 
 
-def _generators(model: nn.Module) -> list[Generator]:
+def generators(model: nn.Module) -> list[Generator]:
+    """The global ones but those of GPUs, and those that modules keep as attributes."""
     import numpy as np
 
-    generators: list[Generator] = [python_generator(), numpy_generator(),
+    found: list[Generator] = [python_generator(), numpy_generator(),
                   (torch.default_generator.get_state, torch.default_generator.set_state)]
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, random.Random):
-                generators.append((value.getstate, value.setstate))
+                found.append((value.getstate, value.setstate))
             elif isinstance(value, torch.Generator):
-                generators.append((value.get_state, value.set_state))
+                found.append((value.get_state, value.set_state))
             elif isinstance(value, np.random.Generator):
                 bits = value.bit_generator
-                generators.append((lambda bits=bits: bits.state,  # type: ignore[misc]
+                found.append((lambda bits=bits: bits.state,  # type: ignore[misc]
                                    lambda state, bits=bits: setattr(bits, "state", state)))  # type: ignore[misc]
             elif isinstance(value, np.random.RandomState):
-                generators.append((value.get_state, value.set_state))
-    return generators
+                found.append((value.get_state, value.set_state))
+    return found
 
 
 def python_generator() -> Generator:
@@ -169,7 +170,7 @@ def draws_state() -> tuple[Any, Any, Any]:
 @contextmanager
 def generators_kept(model: nn.Module) -> Iterator[None]:
     """Leave the global generators, and those that modules keep as attributes, as they are found."""
-    kept = [(put, get()) for get, put in _generators(model)]
+    kept = [(put, get()) for get, put in generators(model)]
     try:
         yield
     finally:

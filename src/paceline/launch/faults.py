@@ -31,7 +31,7 @@ KINDS: Mapping[Kind, str] = {
     "stop": "the rank gets SIGSTOP: it lives and says nothing",
     "slow": "the rank's own work takes so many times as long, from its first step on",
     "raise": "the rank raises an exception",
-    "flip": "a bit of a weight flips after the rank's update",
+    "flip": "a bit of a weight flips after the rank's update, or one of a gradient before replicas sum it",
     "disk_full": "the rank can write to no file any more",
     "preempt": "the rank gets SIGTERM, as from a scheduler",
     "tear": "a file of the newest checkpoint loses its second half, if there is an older one, and the process that "
@@ -41,6 +41,8 @@ KINDS: Mapping[Kind, str] = {
 }
 ON_ONE_HOST: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "cut")
 PHASES = ("input", "forward", "backward", "reduce", "optimizer", "save")  # in which faults strike
+_GRADIENTS = "gradients"  # in the place of a flip's phase: what its next backward computes
+_STRIKES_IN: dict[str | None, str | None] = {_GRADIENTS: "forward"}
 _OWN_WORK = ("input", "forward", "backward", "optimizer")
 _AT = re.compile(r"(\d+)@(\d+)(?::([a-z]+))?(?:\+(\d+(?:\.\d+)?))?")
 _TIMES = re.compile(r"(\d+):(\d+(?:\.\d+)?)x")
@@ -50,7 +52,8 @@ _TIMES = re.compile(r"(\d+):(\d+(?:\.\d+)?)x")
 class Fault:
     """What happens to a rank in a step.
 
-    step: from 1; the first of the rank's steps that is not before it counts. phase: of the step; None is its begin.
+    step: from 1; the first of the rank's steps that is not before it counts. phase: of the step; None is its begin, and
+    "gradients" says what flips.
     times: of a rank that is slow. heals_s: after which a network that was cut is there again; None if never. Of a cut,
     `rank` is the host's number.
     """
@@ -64,7 +67,8 @@ class Fault:
 
     @classmethod
     def parse(cls, kind: Kind, text: str) -> Fault:
-        """RANK@STEP, RANK@STEP:PHASE, either with +SECONDS for a network, or RANK:TIMESx of a rank that is slow.
+        """RANK@STEP, RANK@STEP:PHASE, either with +SECONDS for a network, RANK@STEP:gradients of a flip, or RANK:TIMESx
+        of a rank that is slow.
 
         Raises:
             UsageError: it is none of these.
@@ -77,11 +81,11 @@ class Fault:
                 return cls(kind, int(match[1]), times=float(match[2]))
             raise UsageError(f"--slow {text} is not RANK:TIMESx with at least 1x", hint="--slow 0:3x")
         match = _AT.fullmatch(text)
-        is_cut = kind == "cut"
-        if match is None or int(match[2]) < 1 or match[3] not in (None, *PHASES) or (match[4] and not is_cut):
+        is_cut, phases = kind == "cut", (*PHASES, *([_GRADIENTS] if kind == "flip" else []))
+        if match is None or int(match[2]) < 1 or match[3] not in (None, *phases) or (match[4] and not is_cut):
             option, who, more = kind.replace("_", "-"), "HOST" if is_cut else "RANK", "+SECONDS" if is_cut else ""
             raise UsageError(f"--{option} {text} is not {who}@STEP or {who}@STEP:PHASE{more and f', or with {more}'}; "
-                             f"steps begin with 1, and phases are {', '.join(PHASES)}",
+                             f"steps begin with 1, and phases are {', '.join(phases)}",
                              hint=f"--{option} 1@50, or --{option} 1@50:save{more and f', or --{option} 1@50+20'}")
         return cls(kind, int(match[1]), int(match[2]), match[3], heals_s=float(match[4]) if match[4] else None)
 
@@ -137,7 +141,7 @@ class FaultInjector:
         for number, fault in list(self._waiting.items()):
             if fault.kind == "slow":
                 self._slow_down(number, fault, step, phase)
-            elif step >= fault.step and fault.phase in (None, phase) and (
+            elif step >= fault.step and _STRIKES_IN.get(fault.phase, fault.phase) in (None, phase) and (
                     fault.kind != "tear" or len(_complete(self.run_dir)) > 1):  # one is left to go on from
                 del self._waiting[number]
                 if self._note(number, fault, step, phase):
@@ -165,7 +169,7 @@ class FaultInjector:
         if fault.kind == "raise":
             raise RuntimeError(f"a scripted fault: {fault}")
         if fault.kind == "flip":
-            _flip_after_update()
+            _flip_gradient() if fault.phase == _GRADIENTS else _flip_after_update()
         elif fault.kind == "cut":
             _cut(fault.heals_s)
         elif fault.kind == "disk_full":
@@ -195,7 +199,7 @@ def struck(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def _flip_after_update() -> None:
-    """Flip the highest bit of the exponent but one, of the first weight that this process updates next."""
+    """Flip a bit of the first weight that this process updates next."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -203,11 +207,39 @@ def _flip_after_update() -> None:
         handle.remove()
         weight = next(p for group in optimizer.param_groups for p in group["params"])
         whole = weight.detach()
-        local = whole.to_local() if hasattr(whole, "to_local") else whole
-        words = local.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
-        words[0] ^= 1 << (8 * local.element_size() - 4)
+        _flip(whole.to_local() if hasattr(whole, "to_local") else whole, 0)
 
     handle = register_optimizer_step_post_hook(flip)
+
+
+def _flip_gradient() -> None:
+    """Flip such a bit of the gradient that this process's next backward computes of the first module to be called: of
+    its greatest element, as a change of a small one may be rounded away where others are added."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_hook
+
+    def called(module: torch.nn.Module, args: Any, output: Any) -> None:
+        weight = next((p for p in module.parameters() if p.requires_grad and not hasattr(p, "to_local")), None)
+        if weight is not None and torch.is_grad_enabled():
+            handles.pop().remove()
+            handles.append(weight.register_hook(flip))
+
+    def flip(gradient: torch.Tensor) -> torch.Tensor:
+        handles.pop().remove()
+        gradient = gradient.clone() if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
+        values = gradient._values() if gradient.is_sparse else gradient
+        _flip(values, int(values.abs().argmax()))
+        return gradient
+
+    handles: list[Any] = [register_module_forward_hook(called)]
+
+
+def _flip(tensor: Any, place: int) -> None:
+    """The highest bit of the exponent but one, of an element."""
+    import torch
+
+    words = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    words[place] ^= 1 << (8 * tensor.element_size() - 4)
 
 
 def _cut(heals_s: float | None) -> None:

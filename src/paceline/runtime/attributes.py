@@ -27,7 +27,7 @@ class ChangingAttributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._before = model, AttributeSnapshot(model)
-        self._numbers = {name: getattr(holder, attribute) for name, holder, attribute in _numbers_of_objects(model)}
+        self._numbers = {name: getattr(holder, attribute) for name, holder, attribute in numbers_of_objects(model)}
         self._not_the_models: frozenset[str] = frozenset()
 
     def disregard_new(self) -> None:
@@ -37,7 +37,7 @@ class ChangingAttributes:
     def changed(self) -> dict[str, Any]:
         """What holds something else now than when this was made, by name."""
         plain = {name: value for name, _, _, value in plain_attributes(self._model)}
-        numbers = {name: getattr(holder, attribute) for name, holder, attribute in _numbers_of_objects(self._model)}
+        numbers = {name: getattr(holder, attribute) for name, holder, attribute in numbers_of_objects(self._model)}
         changed = {name: plain[name] for name in self._before.changed()} | {
             name: value for name, value in numbers.items()
             if name not in self._numbers or value != self._numbers[name]}
@@ -48,7 +48,7 @@ class ChangingAttributes:
         for name, module, attribute, _ in plain_attributes(self._model):
             if name not in self._not_the_models:
                 yield vars(module), attribute
-        for name, holder, attribute in _numbers_of_objects(self._model):
+        for name, holder, attribute in numbers_of_objects(self._model):
             if name not in self._not_the_models:
                 yield vars(holder), attribute
 
@@ -100,7 +100,7 @@ def _holder(model: nn.Module, path: str) -> Any:
     return vars(modules[parent]).get(attribute) if parent in modules else None
 
 
-def _numbers_of_objects(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+def numbers_of_objects(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
     """Names, objects and attributes."""
     of_torch = set(nn.Module().__dict__)
     for path, module in model.named_modules():

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -30,6 +30,7 @@ from paceline.launch.state_copies import TIME_SHARE
 from paceline.plans import Plan
 from paceline.runtime import drift, hosts_copies, state, trace
 from paceline.runtime.checkpoint.prune import prune
+from paceline.runtime.checkpoint.suspect import mark_suspect, suspect_steps
 from paceline.runtime.checkpoint.write import Writer, write_json, write_text
 from paceline.runtime.control import Controlling, RunControl
 from paceline.runtime.copies import Copier, open_newest
@@ -44,6 +45,7 @@ from paceline.runtime.memory import PeakMemory
 from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.runtime.order import Order, Window
 from paceline.runtime.prefetch import Fed, Prefetch
+from paceline.runtime.recheck import Recheck
 from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.spikes import Spike, SpikeAction, Spikes
 from paceline.runtime.stepper import Stepper, StepResult
@@ -91,6 +93,8 @@ class Settings:
     controller: what callbacks hear of the run, and what they ask of it, goes through this.
     faults: that strike ranks; see `launch.faults`.
     on_spike: what happens in a step whose loss is far above those before; see `runtime/spikes.py`.
+    recheck_every: steps from one whose gradients a second replica computes to the next; 0 for none, and by default as
+        time allows; see `runtime/recheck.py`.
     is_trial: whether steps are timed or compared, and what follows from evaluations is left out.
     """
 
@@ -109,6 +113,7 @@ class Settings:
     controller: Controlling | None = None
     faults: tuple[Fault, ...] = ()
     on_spike: SpikeAction | None = None
+    recheck_every: int | None = None
     is_trial: bool = False
 
 
@@ -189,6 +194,7 @@ class _Run:
     scheduled_step: int = -1
     live: LiveState | None = None
     is_noting: bool = False
+    recheck: Recheck | None = None
     step: int = 0
     samples: int = 0
     loss: float = float("nan")
@@ -296,6 +302,10 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
                Display(shown=context.rank == 0 and settings.observer is None), writer, _copier(context, stepper),
                metrics, journal)
     _tell(run)
+    if not settings.is_trial and settings.observer is None:
+        run.recheck = Recheck.of(stepper, plan, settings.recheck_every, shares=settings.shares,
+                                 loader_workers=settings.loader_workers, mark=partial(_mark, run),
+                                 beat=lambda phase: context.board.write(context.slot, context.step, phase))
     return run
 
 
@@ -329,7 +339,20 @@ def _tell(run: _Run) -> None:
         write_json(run.settings.run_dir / SPLIT, report.document)
 
 
+def _mark(run: _Run, right_step: int) -> list[int]:
+    """Mark the checkpoints since a step as suspect. Collective. Returns their steps."""
+    if run.writer is None or run.settings.run_dir is None:
+        return []
+    run.writer.wait()
+    if run.context.rank == 0:
+        mark_suspect(run.settings.run_dir, after=right_step)
+    _greatest(run, 0)  # before any rank raises, which ends the others
+    return suspect_steps(run.settings.run_dir)
+
+
 def _restore(run: _Run) -> None:
+    if run.recheck is not None:
+        run.recheck.begin(0, right_step=0)
     if not run.settings.resume or run.settings.run_dir is None:
         _begin_copies(run, None)
         return
@@ -347,6 +370,8 @@ def _restore(run: _Run) -> None:
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
         if run.stepper.spikes is not None and "spikes" in checkpoint.document:
             run.stepper.spikes.restore(checkpoint.document["spikes"])
+        if run.recheck is not None:
+            run.recheck.begin(run.step, right_step=checkpoint.document.get("rechecked", 0))
         run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *notes]))
     if copied is not None:
         run.is_copied = True
@@ -497,9 +522,9 @@ def _steps(run: _Run) -> bool:
                 observer.initial(stepper)
             observer.samples(run.step, fed.batches)
         scale = stepper.scaling.scale if stepper.scaling is not None else None
-        with _with_evidence(run, fed):
+        with _with_evidence(run, fed), _rechecked(run) as compare:
             result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=run.beat, ahead=ahead,
-                                  observe=partial(observer.gradients, run.step) if observer else None)
+                                  observe=partial(observer.gradients, run.step) if observer else compare)
             _judge(run, result)
         step_s = time.perf_counter() - began_s
         if recorder is not None:
@@ -520,6 +545,13 @@ def _steps(run: _Run) -> bool:
             _copy(run)
             _keep_live(run)
     return False
+
+
+def _rechecked(run: _Run) -> AbstractContextManager[Callable[[Stepper], None] | None]:
+    """Around a step: its gradients are computed by a second replica too, if it is a step of which they are."""
+    if run.recheck is None or not run.speed.steps or not run.recheck.is_due(run.step + 1):
+        return nullcontext()
+    return run.recheck.checking(run.step, statistics.median(run.speed.latest_s))
 
 
 def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBatch]]]:
@@ -681,11 +713,13 @@ def _compare(run: _Run) -> None:
 
 def _document(run: _Run) -> dict[str, Any]:
     """What of the run's state is not a tensor."""
-    return state.document(run.stepper, step=run.step, samples=run.samples) | _spikes(run)
+    return state.document(run.stepper, step=run.step, samples=run.samples) | _judged(run)
 
 
-def _spikes(run: _Run) -> dict[str, Any]:
-    return {"spikes": run.stepper.spikes.to_dict()} if run.stepper.spikes is not None else {}
+def _judged(run: _Run) -> dict[str, Any]:
+    """What was found of steps so far."""
+    return {**({"spikes": run.stepper.spikes.to_dict()} if run.stepper.spikes is not None else {}),
+            **({"rechecked": run.recheck.right_step} if run.recheck is not None and run.recheck.right_step else {})}
 
 
 def _copy(run: _Run) -> None:
@@ -758,7 +792,7 @@ def _note_document(run: _Run) -> dict[str, Any] | None:
     if run.context.host_copies is not None:
         return _copy_document(run)
     return None if run.context.rank else {
-        **state.changing_document(run.stepper, step=run.step, samples=run.samples), **_spikes(run),
+        **state.changing_document(run.stepper, step=run.step, samples=run.samples), **_judged(run),
         "figures": run.figures()}
 
 
@@ -836,7 +870,8 @@ def _save(run: _Run, *, last: bool = False) -> None:
 
 def _prune(run: _Run) -> None:
     if run.settings.keep_checkpoints and run.settings.run_dir is not None and run.context.rank == 0:
-        prune(run.settings.run_dir, newest=run.settings.keep_checkpoints)
+        prune(run.settings.run_dir, newest=run.settings.keep_checkpoints,
+              right_step=run.recheck.right_step if run.recheck is not None else None)
 
 
 def _save_trained(run: _Run) -> None:

@@ -7,7 +7,8 @@ only what the one before left.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from paceline.capture.compare import is_comparable
@@ -58,6 +59,18 @@ class Gathers(Protocol):
 
     def end_evaluation(self) -> None:
         """The next forward is one of training, at other weights."""
+
+
+GradientLook = Callable[[str, "torch.Tensor"], None]  # a parameter's name, and this rank's own gradient of it
+
+
+@runtime_checkable
+class SumsReplicas(Protocol):
+    """A synchroniser that sums the gradients of replicas."""
+
+    def gradients_seen(self, look: GradientLook, *, sums: bool) -> AbstractContextManager[None]:
+        """Meanwhile `look` is told of each gradient before it is summed, in one order on all ranks. sums: whether it
+        is summed then."""
 
 
 @runtime_checkable
@@ -148,6 +161,16 @@ def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
     for synchroniser in synchronisers:
         if isinstance(synchroniser, Gathers):
             synchroniser.end_evaluation()
+
+
+@contextmanager
+def gradients_seen(synchronisers: Sequence[Synchroniser], look: GradientLook, *, sums: bool) -> Iterator[None]:
+    """See `SumsReplicas`."""
+    with ExitStack() as entered:
+        for synchroniser in synchronisers:
+            if isinstance(synchroniser, SumsReplicas):
+                entered.enter_context(synchroniser.gradients_seen(look, sums=sums))
+        yield
 
 
 def reported(synchronisers: Sequence[Synchroniser]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def rehearse(job: AnyJob, plan: str | Plan | None = None, faults: Sequence[Fault
         run: The folder for both runs: `undisturbed` and `disturbed` in it; by default a new one in `runs/`.
         save_every: Optimizer steps between checkpoints; by default five a run.
         timeout_s: How long a rank may give no sign of life.
-        request: "steps", "restarts", "devices", "procs", "memory", as in `train`.
+        request: "steps", "restarts", "recheck_every", "devices", "procs", "memory", as in `train`.
 
     Raises:
         UsageError: the request makes no sense. RankFailed: the undisturbed run failed.
@@ -157,6 +157,7 @@ def rehearse(job: AnyJob, plan: str | Plan | None = None, faults: Sequence[Fault
         raise UsageError("how long a stream lasts is not known, and faults strike in steps",
                          hint="steps=N, or --steps N")
     options: dict[str, Any] = {"timeout_s": timeout_s, "restarts": request.pop("restarts", None), "check": False,
+                               "recheck_every": request.pop("recheck_every", None),
                                "save_every": save_every or max(1, loaded.total_steps // SAVES)}
 
     def ask(given: str | Plan | None) -> TrainRequest:

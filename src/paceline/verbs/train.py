@@ -42,8 +42,8 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
           on: str | None = None, procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, keep: int | None = None, trace: int = 0, run: str | Path | None = None,
           resume: bool = False, loader_workers: int | None = None, timeout_s: float = 300.0,
-          restarts: int | None = None, on_spike: str | None = None, check: bool = True,
-          log: str | Sequence[str] | None = None, table: bool = True) -> Result:
+          restarts: int | None = None, on_spike: str | None = None, recheck_every: int | None = None,
+          check: bool = True, log: str | Sequence[str] | None = None, table: bool = True) -> Result:
     """Train a job under a plan and leave a run folder.
 
     Args:
@@ -70,6 +70,8 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         on_spike: What to do about a step whose loss or gradient norm is far above those before it, or not finite:
             "stop", "skip" it, or "rewind" to the newest checkpoint and skip all samples since. By default only a loss
             that is not finite stops the run; see docs/survive.md.
+        recheck_every: Optimizer steps from one whose gradients a second replica computes too to the next; 0 for none.
+            By default as often as takes 0.25 % of the time, where a plan has replicas; see docs/survive.md.
         check: Whether ranks of their own first take one step, held against one device; `proof/first_update.py`.
         log: "tensorboard", "mlflow", "wandb" or "trackio", each with ":WHERE" if need be, one or several of them:
             where the run is logged beside its folder; see docs/callbacks.md.
@@ -81,8 +83,9 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         RankFailed: a rank failed; its report names rank, step and line.
     """
     _check(save_every=save_every, keep=keep, steps=steps, procs=procs, timeout_s=timeout_s)
-    if restarts is not None and restarts < 0:
-        raise UsageError(f"restarts must be 0 or more, got {restarts}")
+    for name, value in (("restarts", restarts), ("recheck_every", recheck_every)):
+        if value is not None and value < 0:
+            raise UsageError(f"{name} must be 0 or more, got {value}")
     if resume and run is None:
         raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
     action = read_action(on_spike)
@@ -97,7 +100,8 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         result = RayRun.of(on, source, loaded, given, run=run, timeout_s=timeout_s, options={
             "devices": devices, "procs": procs, "memory": memory, "steps": steps, "save_every": save_every,
             "keep": keep, "trace": trace, "resume": resume, "loader_workers": loader_workers, "timeout_s": timeout_s,
-            "check": check, "log": log, "on_spike": on_spike}).train(loaded, restarts=restarts)
+            "check": check, "log": log, "on_spike": on_spike,
+            "recheck_every": recheck_every}).train(loaded, restarts=restarts)
     else:
         if loader_workers is None:
             loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
@@ -105,7 +109,7 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory)
         result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
                                keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace,
-                               on_spike=action)
+                               on_spike=action, recheck_every=recheck_every)
     if table and getattr(current(), "rank", 0) == 0:
         print(summary_table(result.to_dict()), file=sys.stderr, flush=True)
     return result
@@ -157,11 +161,13 @@ class TrainRequest:
         from paceline.planner.resolve import devices_of
         from paceline.runtime.drivers import fault_policy, train_rank
         from paceline.runtime.loop import Settings
+        from paceline.runtime.recheck import refuse_unchecked
         from paceline.strategies.compose import load
         from paceline.verbs.early import refuse_early
 
         job, asked, chosen = self.job, self.asked, self.chosen
         refuse_unwatched(options.get("on_spike"), job, asked.plan, saves=options.get("save_every") is not None)
+        refuse_unchecked(options.get("recheck_every"), job, asked.plan)
         load(asked.plan)
         priced = price(job, asked, chosen, snapshot=options.get("save_every") is not None)
         launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s,

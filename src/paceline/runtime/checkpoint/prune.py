@@ -16,15 +16,19 @@ from paceline.runtime.folder import BEST, CHECKPOINTS, METRICS
 _STEP = re.compile(r"step-(\d+)")
 
 
-def prune(run_dir: Path, *, newest: int) -> None:
-    """Keep so many of the newest complete checkpoints, the one with the least validation loss, and those that
-    `KeepBest` keeps. A checkpoint that can't be removed stays.
+def prune(run_dir: Path, *, newest: int, right_step: int | None = None) -> None:
+    """Keep so many of the newest complete checkpoints, the one with the least validation loss, those that `KeepBest`
+    keeps, and the newest one of a time when gradients were found right. A checkpoint that can't be removed stays.
+
+    right_step: after which they were last found right; None if they are not looked at.
 
     Only the process that commits a run's checkpoints may call it.
     """
     complete = {int(match[1]): path for path in (run_dir / CHECKPOINTS).glob("step-*")
                 if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).exists()}
     kept = {*sorted(complete)[-newest:], *_kept_as_best(run_dir)}
+    if right_step is not None:
+        kept |= {max((step for step in complete if step <= right_step), default=-1)}
     losses = {step: loss for step, loss in _evaluated(run_dir) if step in complete}
     if losses:
         kept.add(min(losses, key=lambda step: losses[step]))

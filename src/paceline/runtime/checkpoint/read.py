@@ -19,6 +19,7 @@ import torch
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.dtypes import DTYPES, in_file
 from paceline.runtime.checkpoint.pieces import Region, copy, pieces_of, uncovered
+from paceline.runtime.checkpoint.suspect import why_suspect
 from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, VERSION
 from paceline.strategies.layout import Extent
 from paceline.strategies.spill import give_back_freed
@@ -213,8 +214,9 @@ def newest_checkpoint(
     reasons = []
     for path in _candidates(folder):
         try:
-            checkpoint = open_checkpoint(path)
-            reason = accept(checkpoint)
+            if (reason := why_suspect(path)) is None:
+                checkpoint = open_checkpoint(path)
+                reason = accept(checkpoint)
         except CheckpointError as error:
             reason = error.args[0].removeprefix(f"{path}: ")
         if reason is None:

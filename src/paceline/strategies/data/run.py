@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.plans import Plan
+    from paceline.strategies.compose import GradientLook
     from paceline.strategies.mesh import Mesh
 
 
@@ -58,6 +60,7 @@ class GradientBuckets:
                  replica: int = 0, sparse: frozenset[str] = frozenset()) -> None:
         """sparse: names of parameters whose gradients are sparse."""
         apart = sparse_parameters(parameters, sparse)
+        self.sparse_names = list(apart)
         parameters = {name: p for name, p in parameters.items() if name not in apart}
         self.group, self.replica, self.sparse = group, replica, SparseGradients(list(apart.values()), group)
         self.names, self.parameters = list(parameters), list(parameters.values())
@@ -82,6 +85,8 @@ class GradientBuckets:
         self.arrivals = GradientArrivals(self.names.__getitem__, lambda index: not self.missing[self.bucket_of[index]])
         self.started = 0
         self.armed = self.begun = False
+        self.look: GradientLook | None = None
+        self.sums = True
         # Where shards and whole gradients come on two streams, a bucket may be started from a hook on the other one.
         self.filled = ([torch.cuda.Event() for _ in self.buckets]
                        if self.whole and self.parts and self.memory[0].is_cuda else [])
@@ -101,6 +106,17 @@ class GradientBuckets:
                 for parameter, view in self.whole:
                     parameter.grad = view
         self.armed = last
+
+    @contextmanager
+    def gradients_seen(self, look: GradientLook, *, sums: bool) -> Iterator[None]:
+        """Meanwhile `look` is told of each gradient of this rank before it is summed, by name, in one order on all
+        ranks. sums: whether it is summed then; else gradients stay this rank's own."""
+        before = self.look, self.sums
+        self.look, self.sums = look, sums
+        try:
+            yield
+        finally:
+            self.look, self.sums = before
 
     def unused(self) -> set[str]:
         """Whole parameters in buckets that no backward of this rank reached since the last `finish`."""
@@ -169,7 +185,11 @@ class GradientBuckets:
     def _start_next(self) -> None:
         if self.filled:
             self.filled[self.started].wait()
-        self.reduction.start(self.started)
+        if self.look is not None:
+            for index in self.indices[self.started]:
+                self.look(self.names[index], self.views[index])
+        if self.sums:
+            self.reduction.start(self.started)
         self.started += 1
 
     def finish(self) -> None:
@@ -181,7 +201,8 @@ class GradientBuckets:
                 self._fill(self.started)
             self._start_next()
         self.started, self.missing = 0, [len(bucket) for bucket in self.buckets]
-        self.reduction.finish()
+        if self.sums:
+            self.reduction.finish()
         for parameter, view in self.whole:
             if parameter.grad is not view:
                 parameter.grad = view
@@ -192,7 +213,12 @@ class GradientBuckets:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(local_part(parameter.grad))
             torch._foreach_copy_(gradients, [view for _, view in self.parts])
-        self.sparse.finish()
+        if self.look is not None:
+            for name, (rows, values) in zip(self.sparse_names, self.sparse.parts(), strict=True):
+                self.look(f"{name} (rows)", rows)
+                self.look(name, values)
+        if self.sums:
+            self.sparse.finish()
 
 
 def reduce_buckets(buckets: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup, *,

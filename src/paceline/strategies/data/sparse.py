@@ -6,7 +6,7 @@ sparse too: SparseAdam and Adagrad update the rows that occur in the window, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,16 @@ class SparseGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         """parameters: alike on all ranks of the group, and in one order."""
         self.parameters, self.group, self.sent_bytes = list(parameters), group, 0.0
+
+    def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(row numbers, values) of this rank's own gradient of each parameter: of a dense one all values and no number,
+        and none at all where there is no gradient."""
+        for p in self.parameters:
+            gradient, nothing = _with_rows(p.grad), torch.empty(0, dtype=_ROW_NUMBER, device=p.device)
+            if gradient is None:
+                yield nothing, nothing
+            else:
+                yield (gradient.indices(), gradient.values()) if gradient.is_sparse else (nothing, gradient)
 
     def finish(self) -> None:
         """On return every rank of the group has the sum of all gradients. Collective.

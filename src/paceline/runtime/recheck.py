@@ -1,0 +1,342 @@
+"""A replica's gradients that another replica computes once more, before they are summed: what finds wrong arithmetic.
+
+A bit that flips in one replica's gradients, activations or samples changes the sum, and all replicas then take the same
+wrong update: comparing their weights finds nothing. Now and then each replica therefore computes the gradients of its
+neighbour's samples beside its own. Samples and random numbers of a step depend on its number alone, so both come to the
+same bits. Where they don't, all replicas compute these samples again, twice:
+
+- A replica that comes to another result than before is the culprit.
+- If nobody does, and most replicas come to one result, it is those that come to another.
+- With two replicas nothing more is known, and both are named.
+- If several come to another result each time, the arithmetic does not repeat, and nothing is compared any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.capture.attributes import StateOfForward
+from paceline.capture.state import generators
+from paceline.errors import DriftError, PlanRefused
+from paceline.job import Job
+from paceline.launch.logs import logger
+from paceline.plans import Plan
+from paceline.runtime.attributes import numbers_of_objects
+from paceline.runtime.drift import fingerprint
+from paceline.runtime.feed import DataShard, is_stream, training_feed
+from paceline.runtime.order import Order
+from paceline.runtime.stepper import Stepper
+from paceline.runtime.streams import kept_streams
+from paceline.runtime.upload import uploaded
+from paceline.strategies.compose import SumsReplicas, gradients_seen
+from paceline.strategies.registry import active
+
+TIME_SHARE = 0.0025  # of the time of all steps. Copies have 0.005 (launch/state_copies.py), and all watching 0.01
+_AGAIN = 2  # times that replicas compute samples again which two of them disagree on
+
+
+def refuse_unchecked(every: int | None, job: Job, plan: Plan) -> None:
+    """Refuse to let a second replica compute gradients, where it was asked for and can't be done.
+
+    Raises:
+        PlanRefused: the plan, or the job's step or data, stands in the way.
+    """
+    if every and (reason := _never(job, plan)) is not None:
+        raise _refusal(every, reason)
+
+
+def _refusal(every: int, reason: str) -> PlanRefused:
+    return PlanRefused(f"--recheck-every {every}: no second replica can compute gradients: {reason}",
+                       hint="leave it out; docs/survive.md says what is found without it")
+
+
+def _never(job: Job, plan: Plan) -> str | None:
+    """Why gradients of a run can't be computed by a second replica and compared to the bit; None if they may be."""
+    for strategy in active(plan):
+        if strategy.no_spikes:
+            return strategy.no_spikes
+    if plan.axes.num_ranks(lambda axis: axis.copies_weights) == 1:
+        return f"under {plan} no two ranks hold the same weights"
+    if plan.splits_model:
+        return "it was not tried with plans that split the model"
+    if job.models:
+        return "the job brings a step of its own"
+    return "of a data stream a replica has its own samples alone" if is_stream(job.data) else None
+
+
+def _not_here(stepper: Stepper, plan: Plan) -> str | None:
+    """The same of what a rank knows."""
+    if _axis(stepper) is None:
+        return "the plan does not sum them by one room"
+    if stepper.needs_closure:
+        return f"{type(stepper.optimizer).__name__} evaluates the loss itself"
+    if stepper.device.type != "cpu" and plan.modifiers.deterministic != "yes":
+        return "kernels of GPUs repeat to the bit under deterministic=yes alone"
+    return None
+
+
+def _axis(stepper: Stepper) -> str | None:
+    """The only axis of several copies of the weights, if gradients along it are summed where they can be seen."""
+    mesh = stepper.mesh
+    axes = [axis for axis in mesh.copy_axes if mesh.sizes[axis] > 1]
+    return axes[0] if len(axes) == 1 and any(isinstance(each, SumsReplicas) for each in stepper.synchronisers) else None
+
+
+@dataclass
+class Recheck:
+    """When gradients are computed a second time, and what follows.
+
+    every: steps from one such step to the next. is_fixed: whether that was asked for; else it follows from the time
+        that the computation takes.
+    mark: called on all ranks when gradients are wrong, with the step after which they were last found right; says which
+        checkpoints are marked since.
+    right_step: that step. has_ended: whether nothing is compared any more.
+    """
+
+    stepper: Stepper
+    job: Job
+    shares: tuple[int, ...]
+    loader_workers: int
+    beat: Callable[[str], None]
+    mark: Callable[[int], Sequence[int]]
+    every: int = round(1 / TIME_SHARE)  # as long as it takes the time of a step
+    is_fixed: bool = False
+    right_step: int = 0
+    has_ended: bool = False
+    _next_step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        axis = _axis(self.stepper)
+        assert axis is not None
+        self.axis, self.mesh = axis, self.stepper.mesh
+        self.ranks, self.place = self.mesh.ranks_along(axis), self.mesh.coordinates[axis]
+        self.order = Order.of(self.job)
+
+    @classmethod
+    def of(cls, stepper: Stepper, plan: Plan, every: int | None, **more: Any) -> Recheck | None:
+        """None where it can't be, or if `every` is 0.
+
+        Args:
+            every: Steps, as the user asked for; None to let time decide.
+
+        Raises:
+            PlanRefused: it was asked for and can't be.
+        """
+        if every == 0:
+            return None
+        if (reason := _never(stepper.job, plan) or _not_here(stepper, plan)) is not None:
+            if every is None:
+                return None
+            raise _refusal(every, reason)
+        made = cls(stepper, stepper.job, **more)
+        if every is not None:
+            made.every, made.is_fixed = every, True
+        return made
+
+    def begin(self, step: int, *, right_step: int) -> None:
+        """The run goes on from a step; right_step: after which gradients were last found right."""
+        self.right_step, self._next_step = right_step, step + self.every
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is one, counted from 1; not a launch's first, which shows whether forwards write to
+        parameters: such a model is not run a second time. Alike on all ranks."""
+        return not (self.has_ended or self.stepper.edits.names) and (
+            step % self.every == 0 if self.is_fixed else step >= self._next_step)
+
+    @contextmanager
+    def checking(self, step: int, step_s: float) -> Iterator[Callable[[Stepper], None] | None]:
+        """Around a step, counted from 0. Gives what is to be called when its gradients are summed, before the update.
+        Collective.
+
+        step_s: seconds of a usual step.
+        """
+        began_s, before = time.perf_counter(), _Moment(self.stepper)
+        theirs = self._computed((self.place + 1) % len(self.ranks), step)
+        before.restore()
+        if theirs is None:
+            self._end("a forward meets other replicas, and gives another result with their samples in another order")
+            yield None
+            return
+        theirs.tolist()  # waits for the device
+        every = math.ceil((time.perf_counter() - began_s) / (TIME_SHARE * step_s))
+        own: dict[str, torch.Tensor] = {}
+        with gradients_seen(self.stepper.synchronisers, _note_in(own), sums=True):
+            yield lambda stepper: self._compare(step, own, theirs, before, every)
+
+    def _computed(self, place: int, step: int) -> torch.Tensor | None:
+        """Fingerprints of the gradients of a replica's samples, computed here; None if that met other replicas.
+        Collective over the ranks of this replica. Leaves gradients of no use."""
+        stepper, there = self.stepper, self.mesh.at(self.ranks[place])
+        part = DataShard(self.shares, there.replica, stepper.part.num_microbatches)
+        prints: dict[str, torch.Tensor] = {}
+        meetings, own_part = self._meetings(), stepper.part
+        with kept_streams(), gradients_seen(stepper.synchronisers, _note_in(prints), sums=False):
+            stepper.part = part  # which samples an error is about
+            try:
+                [(window, batches)] = training_feed(self.job, order=self.order, part=part, steps=range(step, step + 1),
+                                                    loader_workers=min(self.loader_workers, 1))
+                stepper.backward(window, batches, step=step, part=there.loss_number, beat=self.beat)
+            finally:
+                stepper.part = own_part
+        return self._row(prints) if self._meetings() == meetings else None
+
+    def _meetings(self) -> int:
+        """Collectives of the replicas so far."""
+        group: Any = self.mesh.group(self.axis)
+        return int(group._get_sequence_number_for_group())
+
+    def _row(self, prints: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([uploaded(value, self.stepper.device) for value in prints.values()])
+
+    def _gathered(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of all replicas. Collective along the axis."""
+        rows = [torch.empty_like(row) for _ in self.ranks]
+        dist.all_gather(rows, row, group=self.mesh.group(self.axis))
+        return torch.stack(rows)
+
+    def _agreed(self, values: torch.Tensor) -> list[int]:
+        """The greatest over all ranks. Collective."""
+        values = uploaded(values.long(), self.stepper.device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return [int(value) for value in values.tolist()]
+
+    def _compare(self, step: int, own: dict[str, torch.Tensor], theirs: torch.Tensor, before: _Moment,
+                 every: int) -> None:
+        """
+        Raises:
+            DriftError: on all ranks; that of a culprit is the one that counts.
+        """
+        count = len(self.ranks)
+        machine = torch.tensor([_machine(self.stepper.device)], device=theirs.device)
+        rows = self._gathered(torch.cat([machine, self._row(own), theirs])).cpu()
+        firsts, seconds = rows[:, 1:].chunk(2, 1)
+        seconds = seconds.roll(1, 0)  # in row k what the replica before k came to of its samples
+        differs = firsts != seconds
+        *differing, other_machines, every = self._agreed(torch.cat(
+            [differs.any(1), torch.tensor([int((rows[:, 0] != rows[0, 0]).any()), every])]))
+        if other_machines:
+            self._end("ranks compute on different processors, and so may round differently")
+        elif not any(differing):
+            self.right_step = step + 1
+            if not self.is_fixed:
+                self.every = max(every, 1)
+                self._next_step = step + 1 + self.every
+        else:
+            places = [place for place in range(count) if differing[place]]
+            wrong, why = self._culprits(places, step, firsts, seconds, before)
+            if not wrong:
+                self._end("it comes to another result each time, on several ranks")
+                return
+            names = list(own)
+            at = next((names[int(row.nonzero()[0])] for row in differs if row.any()), names[0])
+            self._refuse(step, at, wrong, why)
+
+    def _culprits(self, places: Sequence[int], step: int, firsts: torch.Tensor, seconds: torch.Tensor,
+                  before: _Moment) -> tuple[list[int], str]:
+        """Which replicas computed wrongly what two of them disagree on, and what shows it; none if that can't be said.
+        Collective over all ranks.
+
+        Args:
+            places: Of the replicas whose samples it is about.
+        """
+        count, after = len(self.ranks), _Moment(self.stepper)
+        gradients = [(p, None if p.grad is None else p.grad.clone()) for p in self.stepper.held.values()]
+        unstable, odd = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
+        for place in places:
+            again = []
+            for _ in range(_AGAIN):
+                before.restore()
+                row = self._computed(place, step)
+                assert row is not None
+                again.append(self._gathered(row).cpu())
+            unstable |= (again[0] != again[1]).any(1)
+            for who, result in ((place, firsts[place]), ((place - 1) % count, seconds[place])):
+                unstable[who] |= (again[0][who] != result).any()
+            odd |= _minority(again[0])
+        after.restore()
+        for p, gradient in gradients:
+            p.grad = gradient
+        flags = self._agreed(torch.cat([unstable, odd]))
+        changing, others = ([place for place in range(count) if half[place]] for half in (flags[:count], flags[count:]))
+        if changing:
+            return (changing if len(changing) == 1 else []), "came to another result when it computed them again"
+        if others:
+            return others, "comes to another result than most replicas"
+        return sorted({who % count for place in places for who in (place - 1, place)}), ""
+
+    def _refuse(self, step: int, tensor: str, wrong: Sequence[int], why: str) -> None:
+        ranks = [rank for rank in range(self.mesh.world_size) if self.mesh.at(rank).coordinates[self.axis] in wrong]
+        names = " and ".join(f"rank {rank}" for rank in ranks)
+        if not why:
+            found = f"{names} come to different ones each time, and nothing shows which of them is right"
+        elif len(ranks) > 1:
+            found = f"one of {names} {why}"
+        else:
+            found = f"{names} {why}"
+        marked = self.mark(self.right_step)
+        since = f"after step {self.right_step}, when gradients were last found right" if self.right_step else (
+            "in any step before, of which none was compared")
+        suspects = f"step {', '.join(map(str, marked))}" if marked else "none"
+        error = DriftError(
+            f"gradients of step {step + 1} are wrong before they are summed: two replicas computed '{tensor}' of the "
+            f"same samples, and {found}; the step's update was not made",
+            hint=f"faulty memory or a faulty processor, which may have gone wrong {since}; checkpoints that are marked "
+                 f"as suspect, and that --resume passes over: {suspects}")
+        error.heard = self.mesh.rank not in ranks  # type: ignore[attr-defined]
+        raise error
+
+    def _end(self, why: str) -> None:
+        self.has_ended = True
+        if self.mesh.rank == 0:
+            logger.warning("gradients are not computed a second time any more to find wrong arithmetic: %s", why)
+
+
+class _Moment:
+    """What the forwards of a model, and of a loss that is a module, may change beside parameters, at one moment."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        model, criterion = stepper.layout.module, stepper.job.criterion
+        self._states = [StateOfForward(each) for each in (model, criterion) if isinstance(each, torch.nn.Module)]
+        self._numbers = [(holder, name, getattr(holder, name)) for _, holder, name in numbers_of_objects(model)]
+        self._generators = [(put, get()) for get, put in generators(model)]
+
+    def restore(self) -> None:
+        for state in self._states:
+            state.restore()
+        for holder, name, value in self._numbers:
+            setattr(holder, name, value)
+        for put, state in self._generators:
+            put(state)
+
+
+def _note_in(prints: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], None]:
+    def look(name: str, gradient: torch.Tensor) -> None:
+        prints[name] = fingerprint(gradient)
+
+    return look
+
+
+def _minority(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows are not what more than half of them are; none where there is no such majority."""
+    values = [tuple(row) for row in rows.tolist()]
+    usual = max(set(values), key=values.count)
+    return torch.tensor([2 * values.count(usual) > len(values) and value != usual for value in values])
+
+
+def _machine(device: torch.device) -> int:
+    """A number of what bits depend on beside the samples: the processor, and over how many threads it divides work."""
+    from paceline.profile.cache import processor
+
+    kind: Any = processor("cpu"), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    return int.from_bytes(hashlib.blake2b(repr((kind, torch.__version__)).encode(), digest_size=7).digest(), "little")

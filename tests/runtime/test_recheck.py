@@ -1,0 +1,214 @@
+"""Gradients that a second replica computes too: wrong ones are found and their rank is named, right ones stay as they
+are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import paceline as pl
+from paceline.errors import CheckpointError, DriftError, PlanRefused
+from paceline.launch.faults import Fault, FaultInjector
+from paceline.plans import Plan
+from paceline.runtime.checkpoint import newest_checkpoint, open_checkpoint
+from paceline.runtime.checkpoint.suspect import mark_suspect, suspect_steps
+from paceline.runtime.loop import Settings, train_rank
+from paceline.runtime.recheck import TIME_SHARE, Recheck, refuse_unchecked
+from paceline.strategies.compose import load
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Net(nn.Module):
+    """Dropout, BatchNorm, and a count that the output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.outer(self.drop(self.norm(torch.relu(self.inner(x))))) * (1 + self.calls / 100)
+
+
+def make_job(model: Callable[[], nn.Module] = Net, *, steps: int = 8, **more: Any) -> pl.Job:
+    source = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(32, 6, generator=source), torch.randint(3, (32,), generator=source))
+    return pl.Job(**{"model": model, "data": data, "loss": nn.functional.cross_entropy, "batch": 12, "steps": steps,
+                     "optimizer": lambda named: torch.optim.AdamW(named, lr=0.05), "clip": 0.5, **more})
+
+
+def trained(run_ranks: Callable[..., Any], plan: str, run_dir: Path, every: int, *, job: pl.Job | None = None,
+            flip: str | None = None, alter: Callable[[int, nn.Module], None] | None = None,
+            save_every: int | None = None) -> list[DriftError | None]:
+    """What each rank's run ended with. alter: is given each rank's number and its model."""
+    parsed, job = Plan.parse(plan), job or make_job()
+    built = job.model
+
+    def body(context: Any) -> Any:
+        def altered() -> nn.Module:
+            model = built()
+            if alter is not None:
+                alter(context.rank, model)
+            return model
+
+        object.__setattr__(job, "model", altered)
+        if flip is not None:
+            context.faults = FaultInjector([Fault.parse("flip", flip)], rank=context.rank, run_dir=run_dir,
+                                           launcher_pid=0)
+        try:
+            train_rank(context, job, parsed, Settings(run_dir, (1,) * parsed.replicas, save_every=save_every,
+                                                      recheck_every=every))
+        except DriftError as error:
+            return str(error), bool(error.heard)  # type: ignore[attr-defined]
+        return None
+
+    run_dir.mkdir(exist_ok=True)
+    load(parsed)
+    return run_ranks(body, parsed.world_size)
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "model.safetensors")
+
+
+def last_checked(run_dir: Path) -> int:
+    checkpoint = newest_checkpoint(run_dir, accept=lambda saved: None, warn=print)
+    return checkpoint.document.get("rechecked", 0) if checkpoint is not None else 0
+
+
+PRODUCTS = ["data=2 shard=2", "data=2 compress=int8", "data=3", "data=2 deterministic=yes", "data=2 recompute=full"]
+
+
+@pytest.mark.parametrize("plan", ["data=2 accumulate=2", *(pytest.param(plan, marks=pytest.mark.slow)
+                                                           for plan in PRODUCTS)])
+def test_right_gradients_stay_as_they_are(run_ranks: Any, tmp_path: Path, plan: str):
+    """Runs with and without a second computation end with equal weights and buffers."""
+    for every in (0, 1):
+        assert set(trained(run_ranks, plan, tmp_path / str(every), every)) == {None}
+    plain, checked = weights(tmp_path / "0"), weights(tmp_path / "1")
+    assert plain.keys() == checked.keys() and all(torch.equal(plain[name], checked[name]) for name in plain)
+    assert last_checked(tmp_path / "0") == 0 and last_checked(tmp_path / "1") == 8
+
+
+@pytest.mark.parametrize(("plan", "rank"), [("data=2", 0), ("data=2", 1), ("data=3", 1), *(
+    pytest.param(plan, rank, marks=pytest.mark.slow) for plan, rank in (
+        ("data=3", 0), ("data=3", 2), ("data=2 compress=int8", 1), ("data=2 accumulate=2", 1)))])
+def test_a_flipped_bit_is_found_and_its_rank_named(run_ranks: Any, tmp_path: Path, plan: str, rank: int):
+    """Its report is the one that counts. The next older checkpoint is passed over, as it was saved since the last step
+    that was found right."""
+    ended = trained(run_ranks, plan, tmp_path, 3, flip=f"{rank}@6:gradients", save_every=2)
+    assert [end and end[1] for end in ended] == [place != rank for place in range(len(ended))]
+    (said,) = {end[0] for end in ended if end}
+    assert "gradients of step 6 are wrong before they are summed: two replicas computed 'inner.weight'" in said
+    assert f"and rank {rank} came to another result when it computed them again" in said
+    assert "after step 3, when gradients were last found right" in said and "passes over: step 4" in said
+    warned: list[str] = []
+    checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=warned.append)
+    assert checkpoint is not None and checkpoint.step == 2 and "SUSPECT" in warned[0]
+
+
+@pytest.mark.parametrize(("world_size", "says"), [(3, "rank 2 comes to another result than most replicas"),
+                                                  (2, "rank 0 and rank 1 come to different ones each time")])
+def test_a_processor_that_always_errs(run_ranks: Any, tmp_path: Path, world_size: int, says: str):
+    """A third replica decides who is wrong; of two nobody can."""
+    def alter(rank: int, model: nn.Module) -> None:
+        if rank == world_size - 1:
+            model.outer.bias.register_hook(lambda gradient: gradient * 1.001)
+
+    ended = trained(run_ranks, f"data={world_size}", tmp_path, 2, alter=alter)
+    assert all(end and says in end[0] for end in ended)
+    assert [end[1] for end in ended if end] == [world_size == 3, world_size == 3, False][:world_size]
+
+
+def test_arithmetic_that_does_not_repeat_ends_the_comparison(run_ranks: Any, tmp_path: Path, caplog: Any):
+    """And not the run, whose sums are those of its own step."""
+    def alter(rank: int, model: nn.Module) -> None:
+        model.outer.bias.register_hook(lambda gradient: gradient + 1e-9 * os.urandom(1)[0])
+
+    assert set(trained(run_ranks, "data=2", tmp_path, 2, alter=alter)) == {None}
+    assert last_checked(tmp_path) == 0
+
+
+class Meets(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean()
+        dist.all_reduce(mean)
+        return super().forward(x + mean)
+
+
+class Edits(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.outer.bias.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [Meets, Edits])
+def test_what_can_not_be_computed_twice_is_not(run_ranks: Any, tmp_path: Path, model: Any):
+    """Forwards that meet other replicas, or write to parameters."""
+    for every in (0, 2):
+        assert set(trained(run_ranks, "data=2", tmp_path / str(every), every, job=make_job(model))) == {None}
+    plain, checked = weights(tmp_path / "0"), weights(tmp_path / "2")
+    assert all(torch.equal(plain[name], checked[name]) for name in plain)
+    assert last_checked(tmp_path / "2") == 0
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield torch.zeros(6), torch.zeros(())
+
+
+@pytest.mark.parametrize(("plan", "more", "says"), [
+    ("single", {}, "no two ranks hold the same weights"), ("shard=2", {}, "no two ranks hold the same weights"),
+    ("data=2 tensor=2", {}, "plans that split the model"), ("data=2 local=2", {}, "steps of their own"),
+    ("server=1 workers=2", {}, "servers update"),
+    ("data=2", {"data": Stream()}, "of a data stream")])
+def test_where_it_can_not_be_it_is_refused(plan: str, more: dict[str, Any], says: str):
+    refuse_unchecked(None, make_job(**more), Plan.parse(plan))
+    refuse_unchecked(0, make_job(**more), Plan.parse(plan))
+    with pytest.raises(PlanRefused, match=f"--recheck-every 5: no second replica can compute gradients: .*{says}"):
+        refuse_unchecked(5, make_job(**more), Plan.parse(plan))
+
+
+def test_optimizers_with_a_closure_are_refused(tmp_path: Path):
+    job = make_job(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), clip=None)
+    with pytest.raises(pl.PacelineError, match="LBFGS evaluates the loss itself"):
+        pl.train(job, "data=2", devices="cpu:0-1", run=tmp_path / "run", recheck_every=2, check=False, table=False)
+
+
+def test_time_says_how_often():
+    """First as if it took a whole step; by number of step if that was asked for; never where forwards edit weights."""
+    recheck = object.__new__(Recheck)
+    recheck.stepper = SimpleNamespace(edits=SimpleNamespace(names=[]))  # type: ignore[assignment]
+    recheck.has_ended, recheck.is_fixed, recheck.every = False, False, round(1 / TIME_SHARE)
+    recheck.begin(10, right_step=0)
+    assert [recheck.is_due(step) for step in (11, 409, 410)] == [False, False, True]
+    recheck.is_fixed, recheck.every = True, 5
+    assert [recheck.is_due(step) for step in (11, 15)] == [False, True]
+    recheck.stepper.edits.names.append("table.weight")
+    assert not recheck.is_due(15)
+
+
+def test_marked_checkpoints_are_passed_over(run_ranks: Any, tmp_path: Path):
+    trained(run_ranks, "data=2", tmp_path, 0, save_every=2, job=make_job(steps=6))
+    mark_suspect(tmp_path, after=2)
+    assert suspect_steps(tmp_path) == [4, 6]
+    checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=print)
+    assert checkpoint is not None and checkpoint.step == 2
+    assert open_checkpoint(tmp_path / "checkpoints" / "step-6").step == 6  # by its name it can still be read
+    mark_suspect(tmp_path, after=0)
+    with pytest.raises(CheckpointError, match="remove its file SUSPECT"):
+        newest_checkpoint(tmp_path, accept=lambda saved: None, warn=print)
