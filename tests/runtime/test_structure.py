@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch import nn
 
 import paceline as pl
 from paceline.cluster import Device
+from paceline.launch.live_states import LiveStates
 from paceline.plans import Plan
 from paceline.runtime import state
+from paceline.runtime.checkpoint.files import bytes_of
 from paceline.runtime.live import LiveState
 from paceline.runtime.stepper import Stepper
 from paceline.runtime.structure import Structure
 from paceline.strategies.mesh import Mesh
+from paceline.strategies.state_tensors import StateTensor
 
 CPU = Device("cpu", 0, 2**30)
 
@@ -136,6 +140,12 @@ def test_where_it_cannot_be_told(optimizer: Any) -> None:
     assert not Structure(stepped(optimizer)).is_current()
 
 
+def test_state_of_a_plans_room(stepper: Stepper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rooms make theirs as they please."""
+    monkeypatch.setattr(Stepper, "kept", lambda self: iter([StateTensor("outer/step", torch.zeros(1))]))
+    assert not Structure(stepper).is_current()
+
+
 class Anew(torch.optim.Optimizer):
     """Makes its state anew in each update."""
 
@@ -151,15 +161,49 @@ class Anew(torch.optim.Optimizer):
                     parameter -= group["lr"] * self.state[parameter]["mean"]
 
 
-def test_what_is_made_anew_is_not_kept() -> None:
-    """It would lie in memory twice."""
-    from paceline.launch.live_states import LiveStates
-
-    stepper = stepped(Anew)
+@pytest.fixture
+def states() -> Iterator[LiveStates]:
     states = LiveStates(1)
+    yield states
+    states.close()
+
+
+def test_what_is_made_anew_is_not_kept(states: LiveStates) -> None:
+    """It would lie in memory twice."""
+    stepper = stepped(Anew)
     live = LiveState(states, stepper, 0)
     for step in range(1, 5):
         update(stepper)
         live.note(step, state.changing_document(stepper, step=step, samples=8 * step), began_s=0.0)
         assert (live._structure is None) is (step > 1)
-    states.close()
+
+
+def test_what_changes_now_and_then_is_kept_again(states: LiveStates, stepper: Stepper) -> None:
+    live = LiveState(states, stepper, 0)
+    for step in range(1, 9):
+        update(stepper)
+        if step % 4 == 0:
+            stepper.model.scale += 1
+        live.note(step, state.changing_document(stepper, step=step, samples=8 * step), began_s=0.0)
+        assert live._structure is not None
+        live._is_proved = True
+    assert states.step(0) == 8
+    states.describe(0, 9, b"{}")  # notes until now are of another structure
+    assert states.step(0) is None
+
+
+def test_views_move_along(states: LiveStates, stepper: Stepper) -> None:
+    """The parameter and the optimizer's state are known, and Python is asked for others."""
+    view, whole = weight(stepper).data[1], moments(stepper)["exp_avg"].clone()
+    live = LiveState(states, stepper, 0)
+    live.move()
+    assert torch.equal(moments(stepper)["exp_avg"], whole)
+    view.fill_(5.0)
+    assert (weight(stepper)[1] == 5.0).all() and (weight(stepper)[0] != 5.0).all()
+    live.note(1, state.changing_document(stepper, step=1, samples=8), began_s=0.0)
+    entries = json.loads(states.index(0) or b"")["tensors"]
+    where, offset, *_ = entries["parameters/layer.weight"]["pieces"][0]
+    assert where == "arena" and entries["optimizer/layer.bias/step"]["pieces"][0][0] == "arena"
+    in_arena = bytearray(weight(stepper).nbytes)
+    states.read_arena(0, offset, memoryview(in_arena))
+    assert in_arena == bytes_of(weight(stepper))

@@ -66,7 +66,7 @@ class Structure:
     def _objects_now(self) -> Iterable[Any]:
         """As many as before, as long as the sizes are the same."""
         by_parameter = self._optimizer.state
-        return chain((by_parameter, self._optimizer.param_groups), by_parameter.values(),
+        return chain((by_parameter,), by_parameter.values(),
                      chain.from_iterable([each.values() for each in self._dicts]),
                      [holder.get(key) for holder, key in self._places])
 
