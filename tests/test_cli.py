@@ -95,7 +95,7 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
                   "--on", "ray", "--steps", "9", "--set", "lr=0.1", "--set", "name=a=b", "--save-every", "5",
                   "--run", "there", "--resume", "--loader-workers", "3", "--patience", "60", "--trace", "2",
                   "--memory", "1GiB", "--restarts", "4", "--log", "tensorboard", "--keep", "3", "--on-spike", "skip",
-                  "--recheck-every", "7")
+                  "--recheck-every", "7", "--spares", "1")
     assert result.exit_code == 0, result.stderr
     job, plan = train.given
     assert (str(job.path), job.function, job.settings) == (job_file, "other", {"lr": "0.1", "name": "a=b"})
@@ -103,7 +103,7 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
     assert train.options == {"devices": "cpu:0,cpu:1", "on": "ray", "procs": 2, "memory": "1GiB", "steps": 9,
                              "save_every": 5, "keep": 3, "run": Path("there"), "trace": 2, "resume": True,
                              "loader_workers": 3, "timeout_s": 60.0, "restarts": 4, "on_spike": "skip",
-                             "recheck_every": 7, "check": True, "log": ["tensorboard"], "table": False}
+                             "recheck_every": 7, "spares": 1, "check": True, "log": ["tensorboard"], "table": False}
 
 
 def test_hosts_that_come_and_go_are_not_those_of_ray(verb: Any, job_file: str):
@@ -120,7 +120,7 @@ def test_train_without_options_leaves_the_defaults_to_the_function(verb: Any, jo
     assert train.options == {"devices": None, "on": None, "procs": None, "memory": None, "steps": None,
                              "save_every": None, "keep": None, "run": None, "trace": 0, "resume": False,
                              "loader_workers": None, "timeout_s": 300.0, "restarts": None, "on_spike": None,
-                             "recheck_every": None, "check": True, "log": None, "table": False}
+                             "recheck_every": None, "spares": 0, "check": True, "log": None, "table": False}
 
 
 def test_train_prints_a_table(verb: Any, job_file: str):

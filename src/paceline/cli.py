@@ -88,6 +88,7 @@ def train(
     patience: Patience = 300.0,
     restarts: Annotated[int | None, typer.Option(
         metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default.")] = None,
+    spares: Annotated[int, typer.Option(metavar="N", min=0, help="GPUs kept for the places of those that fail.")] = 0,
     on_spike: Annotated[Literal["stop", "skip", "rewind"] | None, typer.Option(
         help="What to do about a step whose loss is far above those before.")] = None,
     recheck_every: Annotated[int | None, typer.Option(
@@ -112,7 +113,7 @@ def train(
         run_train = partial(paceline.train, job, devices=devices, procs=procs, memory=memory, steps=steps,
                             save_every=save_every, keep=keep, trace=trace, run=run, resume=resume,
                             loader_workers=loader_workers, timeout_s=patience, on_spike=on_spike,
-                            recheck_every=recheck_every, check=check == "yes", log=log, table=False)
+                            recheck_every=recheck_every, spares=spares, check=check == "yes", log=log, table=False)
         if place is not None:
             from paceline.verbs.hosts import train_on_hosts
 

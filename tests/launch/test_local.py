@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.cluster import Cluster
 from paceline.errors import PacelineError, PeerLost, Preempted
 from paceline.launch import local, supervisor, watchdog
 from paceline.launch.aside import run_beside
@@ -263,6 +264,32 @@ def test_work_beside_a_run_sees_its_signs_of_life(tmp_path: Path):
     with run_beside(lambda b: (time.sleep(0.2), (tmp_path / "step").write_text(str(b.read(0).step)), None)[2], board):
         board.write(0, 3, "forward")
     assert (tmp_path / "step").read_text() == "3"
+
+
+def test_a_spare_takes_the_place_of_a_device_that_fails(monkeypatch: pytest.MonkeyPatch, capfd: Any):
+    """Once for each spare. Then the run ends with the error, as it does where a program is at fault."""
+    def used(device: Any, local_world_size: int) -> torch.device:
+        monkeypatch.setenv("USED", str(device))
+        return torch.device("cpu")
+
+    def body(context: Any) -> str:
+        if os.environ["USED"] in failing:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA")
+        return os.environ["USED"]
+
+    monkeypatch.setattr(local, "set_up_device", used)
+    devices = Cluster.local("cpu:0-3").devices
+    failing = {"cpu:1", "cpu:2"}
+    options: dict[str, Any] = {"fault_policy": FaultPolicy(spares=devices[2:]), "restarts": 5}
+    assert local.run_local(body, devices[:2], **options) == ["cpu:0", "cpu:3"]
+    said = capfd.readouterr().err
+    assert "rank 1: its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error encountered; " \
+        "cpu:2 takes the place of cpu:1 (1 spare left); all ranks start again (4 restarts left)" in said
+    failing = {"cpu:1", "cpu:2", "cpu:3"}
+    with pytest.raises(RankFailed, match="its GPU failed") as raised:
+        local.run_local(body, devices[:2], **options)
+    assert raised.value.failure.lost_device and raised.value.exit_code == 1
+    assert "--spares N" in str(raised.value)
 
 
 def test_cuda_in_use_is_refused(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):

@@ -10,11 +10,11 @@ from torch.utils.data import TensorDataset
 from paceline import cluster
 from paceline.accelerators import FreeMemory
 from paceline.cluster import Device, names_of
-from paceline.errors import PlanError
+from paceline.errors import PacelineError, PlanError
 from paceline.job import Job
 from paceline.launch.environment import Environment
 from paceline.planner.fit import _as_many
-from paceline.planner.resolve import Resolved, devices_of, resolve
+from paceline.planner.resolve import Resolved, devices_of, resolve, set_aside
 from paceline.plans import Plan
 
 JOB = Job(model=lambda: torch.nn.Linear(2, 1), data=TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1)),
@@ -82,3 +82,24 @@ def test_other_plans_are_for_gpus_alone():
     """Where a plan with servers doesn't fit, the others are not given its servers' CPUs."""
     found = _as_many(settled("server=2 workers=2").cluster, Plan.parse("shard=4"))
     assert names_of(found.devices) == "cuda:0,cuda:1,cuda:2,cuda:3"
+
+
+@pytest.mark.parametrize(("spares", "plan", "devices", "procs", "ranks", "kept"), [
+    (1, "data=2", None, None, "cuda:0,cuda:1", "cuda:2"), (2, None, None, 3, "cuda:0,cuda:1,cuda:2", "cuda:3,cuda:4"),
+    (3, "auto", None, None, "cuda:0,cuda:1,cuda:2,cuda:3,cuda:4", "cuda:5,cuda:6,cuda:7"),
+    (1, "data=2", "cuda:5-7", None, "cuda:5,cuda:6", "cuda:7"),
+    (1, "server=2 workers=2", None, None, "cuda:0,cuda:1", "cuda:2")])
+def test_spares_are_the_gpus_after_those_with_ranks(spares: int, plan: str | None, devices: str | None,
+                                                    procs: int | None, ranks: str, kept: str):
+    names, left = set_aside(spares, plan, devices=devices, procs=procs, environment=None)
+    assert (names, names_of(left)) == (ranks, kept)
+
+
+@pytest.mark.parametrize(("spares", "devices", "environment", "message"), [
+    (1, "cpu:0-2", None, "ranks compute on CPUs here"), (7, None, None, "needs 9 GPUs, and there are 8"),
+    (3, "cuda:0-2", None, "needs 4 GPUs, and there are 3"),
+    (1, None, Environment("torchrun", 0, 2, 0, 2, "here", 1), "torchrun started this rank")])
+def test_spares_that_can_not_be_are_refused(spares: int, devices: str | None, environment: Environment | None,
+                                            message: str):
+    with pytest.raises(PacelineError, match=message):
+        set_aside(spares, "data=2", devices=devices, procs=None, environment=environment)

@@ -27,9 +27,16 @@ _MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough 
                  "cuda out of memory", "cuda error: out of memory", "hip out of memory", "hip error: out of memory",
                  "cublas_status_alloc_failed", "cudnn_status_alloc_failed", "failed to cuda calloc",
                  "cuda failure 2 'out of memory'")
+# Errors of a GPU and not of a program: cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable,
+# cudaErrorDevicesUnavailable, cudaErrorNoDevice, in the words of cudaGetErrorString, by which torch tells of them.
+# Source: "CUDA Runtime API", data types, cudaError.
+_DEVICE_WORDS = ("uncorrectable ecc error", "uncorrectable nvlink error", "no cuda-capable device is detected",
+                 "cuda-capable device(s) is/are busy or unavailable")
 # Errors of kernels. The host hears of them at a later call, which is then taken for their place.
 _LATE_WORDS = ("device-side assert", "illegal memory access", "misaligned address", "unspecified launch failure",
                "illegal instruction")
+_DEVICE_HINT = ("paceline doctor reads the errors of GPUs; --resume --devices NAMES goes on from the last checkpoint "
+                "on other ones, and --spares N keeps N of them for this")
 _LATE_HINT = ("a GPU's kernels run later than the lines that start them, so the place above may be wrong: "
               "CUDA_LAUNCH_BLOCKING=1 makes each line wait for its kernel and shows the true place")
 # Not sys.prefix: it can be /usr, and a container's code is often somewhere in /usr/src.
@@ -43,6 +50,7 @@ class Failure:
 
     heard: The rank only learned of what happened elsewhere; another rank's report is the cause.
     where: file:line, in the user's code if any frame is there.
+    lost_device: Whether the rank's GPU is at fault, and another one would do.
     """
 
     rank: int
@@ -56,6 +64,7 @@ class Failure:
     where: str
     trace: str
     time_s: float
+    lost_device: bool = False
 
     @property
     def is_stop(self) -> bool:
@@ -135,9 +144,12 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
         trace = traced(error).rstrip()
     if message == text and isinstance(error, RuntimeError) and any(words in lowered for words in _LATE_WORDS):
         message = f"{text}\n\nhint: {_LATE_HINT}"
+    lost_device = isinstance(error, RuntimeError) and any(words in lowered for words in _DEVICE_WORDS)
+    if lost_device:
+        heard, message, trace = False, f"its GPU failed: {text.partition(chr(10))[0]}\n\nhint: {_DEVICE_HINT}", ""
     culprit = getattr(error, "rank", None) if isinstance(error, PeerLost) else None
     return Failure(rank if culprit is None else culprit, socket.gethostname(), type(error).__name__, message, exit_code,
-                   heard, sign.step, sign.phase, where, trace, time.time())
+                   heard, sign.step, sign.phase, where, trace, time.time(), lost_device)
 
 
 def traced_cause(error: PacelineError) -> str:

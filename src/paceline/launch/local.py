@@ -152,7 +152,8 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
 
     launch.watch.be_watched(rank)
     waiting.tell = partial(launch.board.set_waits, rank)
-    start, world_size, device = line.start().value, len(launch.devices), launch.devices[rank]
+    start, world_size = line.start().value, len(launch.devices)
+    device = (*launch.devices, *launch.fault_policy.spares)[start["device"]]
     context = RankContext(
         rank, world_size, world_size, set_up_device(device, world_size), None, launch.board, rank,
         f"{launch.name}-{start['num_starts']}", secret=launch.secret, timeout_s=launch.timeout_s,
@@ -198,6 +199,8 @@ class _Ranks:
     def __init__(self, launch: _Launch, processes: Supervisor, interrupted: Sequence[int], listens: Event) -> None:
         self.launch, self.processes, self.interrupted, self.listens = launch, processes, interrupted, listens
         self.of = [_Rank() for _ in launch.devices]
+        self.devices = list(range(len(self.of)))  # of each rank, its number among devices and spares
+        self.num_spares = len(launch.fault_policy.spares)  # that are left, the last ones
         self.told_of: tuple[int, str] | None = None  # where a rank that is alone was told to be silent
         self.furthest = [-1] * len(self.of)  # step at which each rank died
         self.fruitless = [0] * len(self.of)  # deaths of each rank in a row that came no further
@@ -216,7 +219,8 @@ class _Ranks:
             launch.board.set_waits(number, False)
             self.processes.start(number)
             self.processes.tell(number, Message(0, "start", number, {
-                "num_starts": launch.num_starts, "deaths": launch.deaths, "restarts": launch.restarts}))
+                "device": self.devices[number], "num_starts": launch.num_starts, "deaths": launch.deaths,
+                "restarts": launch.restarts}))
             if self.interrupted:
                 self.processes.signal(signal.SIGTERM, [number])
 
@@ -231,12 +235,23 @@ class _Ranks:
             self.launch.copies.live.settle(running - lost, patience_s=_SETTLE_S)
         for number in range(len(self.of)):
             self.processes.end(number)
-        self._note_restart(lost, cause, "all ranks start again")
+        moves = [self._take_spare(rank.failure.rank) for rank in self.of
+                 if rank.failure is not None and rank.failure.lost_device and self.num_spares]
+        self._note_restart(lost, cause, "; ".join([*moves, "all ranks start again"]))
         self.start_all()
 
+    def _take_spare(self, rank: int) -> str:
+        """Let a rank have a spare device from now on. Returns what was done, in words."""
+        places = (*self.launch.devices, *self.launch.fault_policy.spares)
+        before, self.devices[rank] = self.devices[rank], len(places) - self.num_spares
+        self.num_spares -= 1
+        return (f"{places[self.devices[rank]]} takes the place of {places[before]} "
+                f"({self.num_spares} spare{'s' * (self.num_spares != 1)} left)")
+
     def may_restart(self, failure: Failure) -> bool:
-        """Whether who died, or hung, is to be started again."""
-        return failure.kind == PeerLost.__name__ and self.launch.restarts > 0 and not self.interrupted and (
+        """Whether who died, or hung, or lost its device while there is a spare one, is to be started again."""
+        may_help = failure.kind == PeerLost.__name__ or (failure.lost_device and self.num_spares > 0)
+        return may_help and self.launch.restarts > 0 and not self.interrupted and (
             self.fruitless[failure.rank] < FRUITLESS_RESTARTS or failure.step > self.furthest[failure.rank])
 
     def _note_restart(self, lost: set[int], failure: Failure, what: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.cluster import Cluster, Device, names_of
-from paceline.errors import PlanError
+from paceline.errors import ClusterError, PlanError
 from paceline.job import Job
 from paceline.launch.environment import Environment
 from paceline.plans import Plan
@@ -75,6 +75,30 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
     if given.has_schedule and given.schedule.microbatches == "auto":
         given = given.with_(microbatches=2 * given.num_stage_ranks)  # idle a third of the time at most under 1F1B
     return Resolved(given, cluster, shares if isinstance(shares, tuple) else (1,) * given.replicas)
+
+
+def set_aside(spares: int, plan: str | Plan | None, *, devices: str | None, procs: int | None,
+              environment: Environment | None) -> tuple[str, tuple[Device, ...]]:
+    """The names of the GPUs that get ranks, and the GPUs that are left for the places of those that fail: the last
+    ones that are named, or else those after as many as the plan needs.
+
+    Raises:
+        PlanError: there are no ranks here that start again, or they compute on CPUs. ClusterError: too few GPUs.
+    """
+    if environment is not None:
+        raise PlanError(f"--spares {spares}: {environment.launcher} started this rank, and gives it its device",
+                        hint="leave --spares out")
+    given = Plan.read(plan) if plan is not None and plan != "auto" else None
+    there = [device for device in Cluster.local(devices).devices if device.kind == "cuda"]
+    if not there:
+        raise PlanError(f"--spares {spares} keeps GPUs for those that fail, and ranks compute on CPUs here",
+                        hint="leave --spares out: a fork of a warm process takes the place of a lost CPU rank at once")
+    needed = given.world_size - given.num_cpu_ranks if given else procs
+    num_ranks = len(there) - spares if devices is not None or needed is None else needed
+    if num_ranks < 1 or num_ranks + spares > len(there):
+        raise ClusterError(f"--spares {spares} beside {max(num_ranks, 1)} ranks needs {max(num_ranks, 1) + spares} "
+                           f"GPUs, and there are {len(there)}", hint="fewer spares, or a plan with fewer ranks")
+    return names_of(there[:num_ranks]), tuple(there[num_ranks:num_ranks + spares])
 
 
 def default_plan(job: Job, num_devices: int) -> Plan:

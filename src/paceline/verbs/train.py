@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.callbacks.loggers import loggers_of, of_cluster
+from paceline.cluster import Device
 from paceline.errors import OutOfMemory, UsageError
 from paceline.job import Job
 from paceline.jobfile import AnyJob, JobFile, open_job
 from paceline.launch.environment import current
 from paceline.launch.failure import RankFailed
 from paceline.launch.launcher import Launcher
-from paceline.planner.resolve import Resolved, resolve
+from paceline.planner.resolve import Resolved, resolve, set_aside
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.runtime.spikes import read_action, refuse_unwatched
@@ -43,7 +44,7 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
           save_every: int | None = None, keep: int | None = None, trace: int = 0, run: str | Path | None = None,
           resume: bool = False, loader_workers: int | None = None, timeout_s: float = 300.0,
           restarts: int | None = None, on_spike: str | None = None, recheck_every: int | None = None,
-          check: bool = True, log: str | Sequence[str] | None = None, table: bool = True) -> Result:
+          spares: int = 0, check: bool = True, log: str | Sequence[str] | None = None, table: bool = True) -> Result:
     """Train a job under a plan and leave a run folder.
 
     Args:
@@ -72,6 +73,8 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
             that is not finite stops the run; see docs/survive.md.
         recheck_every: Optimizer steps from one whose gradients a second replica computes too to the next; 0 for none.
             By default as often as takes 0.25 % of the time, where a plan has replicas; see docs/survive.md.
+        spares: How many GPUs of this machine are left without a rank. If a GPU fails, one of them takes its place, and
+            all ranks start again.
         check: Whether ranks of their own first take one step, held against one device; `proof/first_update.py`.
         log: "tensorboard", "mlflow", "wandb" or "trackio", each with ":WHERE" if need be, one or several of them:
             where the run is logged beside its folder; see docs/callbacks.md.
@@ -83,7 +86,7 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         RankFailed: a rank failed; its report names rank, step and line.
     """
     _check(save_every=save_every, keep=keep, steps=steps, procs=procs, timeout_s=timeout_s)
-    for name, value in (("restarts", restarts), ("recheck_every", recheck_every)):
+    for name, value in (("restarts", restarts), ("recheck_every", recheck_every), ("spares", spares)):
         if value is not None and value < 0:
             raise UsageError(f"{name} must be 0 or more, got {value}")
     if resume and run is None:
@@ -94,6 +97,12 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
     given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
+    if spares and on is not None:
+        raise UsageError(f"spares={spares} with on={on}: Ray gives the ranks of a lost node a place by itself",
+                         hint="leave spares out")
+    if spares and restarts == 0:
+        raise UsageError(f"spares={spares} with restarts=0: a spare takes a place when ranks start again",
+                         hint="leave one of them out")
     if on is not None:
         from paceline.verbs.on_ray import RayRun
 
@@ -106,7 +115,7 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         if loader_workers is None:
             loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
         loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
-        request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory)
+        request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory, spares=spares)
         result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
                                keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace,
                                on_spike=action, recheck_every=recheck_every)
@@ -127,14 +136,21 @@ class TrainRequest:
     asked: Resolved
     chosen: Chosen
     by_name: bool
+    spares: tuple[Device, ...] = ()
 
     @classmethod
     def of(cls, job: Job, source: JobFile | None, plan: str | Plan | None, *, devices: str | None = None,
-           procs: int | None = None, memory: str | None = None) -> TrainRequest:
+           procs: int | None = None, memory: str | None = None, spares: int = 0) -> TrainRequest:
         """
+        Args:
+            spares: How many GPUs are left without a rank, for the places of those that fail.
+
         Raises:
             UsageError: the request makes no sense.
         """
+        by_name, kept = devices is not None, tuple[Device, ...]()
+        if spares:
+            devices, kept = set_aside(spares, plan, devices=devices, procs=procs, environment=current())
         machine: Any = {"devices": devices, "procs": procs, "memory": memory, "environment": current()}
         if plan is None or is_auto(plan):
             from paceline.verbs.auto import choose
@@ -142,7 +158,7 @@ class TrainRequest:
             chosen = choose(job, plan, **machine)
         else:
             chosen = Chosen(Plan.read(plan))
-        return cls(job, source, resolve(job, chosen.plan, **machine), chosen, devices is not None)
+        return cls(job, source, resolve(job, chosen.plan, **machine), chosen, by_name, kept)
 
     def train(self, run: str | Path | None, *, timeout_s: float = 300.0, restarts: int | None = None,
               check: bool = True, follow: Follow | None = None, **options: Any) -> Result:
@@ -171,7 +187,7 @@ class TrainRequest:
         load(asked.plan)
         priced = price(job, asked, chosen, snapshot=options.get("save_every") is not None)
         launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s,
-                            fault_policy=fault_policy(asked.plan))
+                            fault_policy=replace(fault_policy(asked.plan), spares=self.spares))
         launcher.agree("job", lambda: str(refuse_early(job, asked.plan)))
         is_again = launcher.environment is not None and launcher.environment.num_starts > 1
         is_resumed = options.get("resume", False) or is_again
@@ -304,7 +320,7 @@ def _plan_of(run: str | Path | None, *, procs: int | None) -> Plan | None:
 def _banner(job: Job, asked: Resolved, why: str, run_dir: Path, *, by_name: bool) -> str:
     """What is about to run, with every derived number.
 
-    by_name: whether the devices were named.
+    by_name: whether the devices were named. spares: GPUs without a rank.
     """
     from paceline.runtime.order import split
 

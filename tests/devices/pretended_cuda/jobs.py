@@ -342,7 +342,20 @@ class Watcher(paceline.Callback):
         assert self.steps == list(range(1, run.step + 1)), self.steps
 
 
+class FailsOnOneGpu(Blocks):
+    """On cuda:1 its fourth forward ends as with memory that can't be corrected."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        FailsOnOneGpu.calls += 1
+        if FailsOnOneGpu.calls > 3 and str(x.device) == "cuda:1":
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA")
+        return super().forward(x)
+
+
 JOBS: dict[str, Callable[[], paceline.Job]] = {
+    "fails on one GPU": lambda: regression(FailsOnOneGpu),
     "gan": gan,
     "distillation": distillation,
     "padded llama": padded_llama,
