@@ -113,3 +113,9 @@ def test_a_run_that_is_over_holds_nothing_though_a_fork_of_it_lives(tmp_path: Pa
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_ranks_that_were_lost_before_there_was_a_folder_hold_none(tmp_path: Path):
+    """Those that start again make it."""
+    folder.wait_until_unclaimed(tmp_path / "run", timeout_s=1.0)
+    assert not (tmp_path / "run").exists()

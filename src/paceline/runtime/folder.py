@@ -108,6 +108,8 @@ def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:
     Raises:
         PeerLost: one still does after the timeout.
     """
+    if not run_dir.exists():  # they were lost before they had made it
+        return
     deadline_s = time.monotonic() + timeout_s
     with open(run_dir / ".lock", "a+") as lock:
         while True:
