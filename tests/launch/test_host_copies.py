@@ -18,11 +18,10 @@ from paceline.launch.host_copies import HostCopies
 
 @pytest.fixture
 def hosts() -> Iterator[list[HostCopies]]:
-    """Two hosts with two ranks each, which have begun at step 0."""
+    """Two hosts with two ranks each."""
     made = [HostCopies(2) for _ in range(2)]
     for host in made:
         host.serve()
-        host.begin(0)
     yield made
     for host in made:
         host.close()
@@ -36,6 +35,7 @@ def address_of(host: HostCopies) -> CopyAddress:
 def copy(host: HostCopies, step: int, size: int = 1000) -> None:
     for rank in range(2):
         host.memory.write(rank, step, [memoryview(bytes([step, rank]) * size)], b'{"rank": %d}' % rank)
+    host.offer(step)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -59,7 +59,8 @@ def test_a_host_takes_over_copies_of_the_one_before_it(hosts: list[HostCopies], 
     monkeypatch.setattr(step_slots, "PIECE_BYTES", 700)
     first, second = hosts
     second.keep_for(address_of(first))
-    first.memory.write(0, 3, [memoryview(b"alone")], b"{}")  # the other rank has none
+    first.memory.write(0, 3, [memoryview(b"alone")], b"{}")
+    first.offer(3)  # the other rank has not made its own yet
     time.sleep(0.3)
     assert first.taken_step == -1 and second.memory.newest([2, 3]) is None
     for step in (4, 7, 8):
@@ -84,6 +85,15 @@ def test_a_host_that_is_lost_while_it_is_copied_leaves_its_last_copies(hosts: li
     time.sleep(0.5)
     assert first.taken_step == 2 and set(second.memory.steps(2)) == {2}
     assert all(kept(second, 2, rank) for rank in range(2))
+
+
+def test_copies_that_were_sent_stay(hosts: list[HostCopies]):
+    """Beside those that are being sent, and newer ones; without any, two slots are used."""
+    memory = hosts[0].memory
+    for step, keep, expected in ((1, (), {1}), (2, (), {1, 2}), (3, (), {2, 3}), (4, (2,), {2, 3, 4}),
+                                 (5, (2, 4), {2, 4, 5}), (6, (2, 4), {2, 4, 6}), (7, (4,), {4, 6, 7})):
+        memory.write(0, step, [memoryview(b"1")], b"{}", keep=keep)
+        assert set(memory.steps(0)) == expected
 
 
 def half_of(fill: Callable[..., None]) -> Callable[..., None]:
@@ -111,14 +121,12 @@ def test_without_memory_the_host_is_told(hosts: list[HostCopies], monkeypatch: p
 
 
 def test_what_an_earlier_start_left_is_not_taken_over(hosts: list[HostCopies]):
-    """It stays as it is until ranks have begun again, for whoever reads it meanwhile."""
+    """It stays as it is until ranks offer something, for whoever reads it meanwhile."""
     first, second = hosts
     copy(first, 5)
     for host in hosts:
         host.rest()
     second.keep_for(address_of(first))
-    time.sleep(0.3)
-    first.begin(5)
     time.sleep(0.3)
     assert second.memory.newest([2, 3]) is None and set(first.memory.steps(0)) == {5}
     copy(first, 6)

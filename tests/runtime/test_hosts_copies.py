@@ -182,7 +182,7 @@ def test_the_state_itself_that_ranks_have_left(hosts: list[HostCopies], tmp_path
     for rank, host in enumerate(hosts):
         leave(host, {"shard": 3}, rank, 8)
     copied = newest(hosts, tmp_path, rank=2)
-    assert copied.is_new and copied.document["step"] == 8
+    assert copied.document["step"] == 8
     assert torch.equal(copied.read("parameters/w"), WHOLE + 8) and copied.read("buffers/n") == 7
     for host in hosts:
         assert set(host.memory.steps(0)) == {4, 8} and host.memory.live.index(0) is None
@@ -195,7 +195,7 @@ def test_the_state_itself_that_is_not_whole(hosts: list[HostCopies], tmp_path: P
         leave(host, {"shard": 3}, rank, 8)
     hosts[1].memory.live.change(0)
     copied = newest(hosts, tmp_path, rank=2)
-    assert copied.step == 4 and not copied.is_new and torch.equal(copied.read("parameters/w"), WHOLE + 4)
+    assert copied.step == 4 and torch.equal(copied.read("parameters/w"), WHOLE + 4)
     assert said == ["the state in memory of step 8 is passed over: hosts that are here have 2 of its 3 parts"]
 
 
@@ -206,6 +206,42 @@ def test_a_replica_that_was_whole_is_enough(hosts: list[HostCopies], tmp_path: P
     hosts[1].memory.live.change(0)
     copied = newest(hosts, tmp_path, rank=1)
     assert torch.equal(copied.read("parameters/w"), WHOLE + 8) and len(said) == 1
+
+
+def test_what_was_sent_stays_until_the_next_is(hosts: list[HostCopies]):
+    """Copies between those that are sent are newer, and ranks that go on from one of them send it at once."""
+    host = hosts[0]
+
+    def copier() -> Copier:
+        return Copier(context_of(host, 0, 3, None), host.memory, 1, neighbour=host)
+
+    def copy_after(steps: range) -> None:
+        for step in steps:
+            made.copy(step, [], {})
+
+    made = copier()
+    made.begin(0, is_copied=False)
+    copy_after(range(1, 2))
+    made.send(1)
+    assert host.offered() == 1 and made.next_send == 2
+    made.note_sent()
+    copy_after(range(2, 5))
+    assert set(host.memory.steps(0)) == {1, 3, 4} and (made.sent, host.sent_step) == (1, 1)
+    made.send(4)
+    copy_after(range(5, 8))
+    assert set(host.memory.steps(0)) == {1, 4, 7} and host.offered() == 4
+    host.rest()
+    assert host.offered() is None
+    made = copier()
+    made.begin(7, is_copied=True)
+    assert (made.sent, made.sending, host.offered()) == (1, 7, 7)
+    copy_after(range(8, 10))
+    assert set(host.memory.steps(0)) == {1, 7, 9}
+    made.note_sent()
+    made.begin(7, is_copied=True)
+    assert (made.sent, made.sending) == (7, -1) and set(host.memory.steps(0)) == {1, 7}
+    made.begin(5, is_copied=False)
+    assert (made.sent, host.sent_step) == (-1, -1) and not host.memory.steps(0)
 
 
 @pytest.mark.parametrize(("axes", "host_ranks", "has_own_steps", "expected"), [

@@ -35,7 +35,7 @@ class Offers(Protocol):
     """What a host offers to the one that keeps copies for it."""
 
     def offered(self) -> int | None:
-        """The step of the newest copies of all ranks of this start; None if there are none."""
+        """The step of the copies that another host may take over; None if there are none."""
 
     def taken(self, step: int, took_us: int) -> None:
         """The other host has them, and needs so long for such copies; 0 if that is not known yet."""

@@ -1,8 +1,9 @@
 """Copies of the state of ranks in the memory of hosts: a host that stays has its own, and those of its neighbour.
 
 The memory belongs to the host's process, which outlives its ranks. Where no other host holds the same, the process
-also takes over the copies of the host before it, beside the ranks, so that they are there if that host is lost. Ranks
-say where that host is (`keep_for`); it is told what has been taken over, and makes no newer copies before.
+also takes over copies of the host before it, beside the ranks, so that they are there if that host is lost. Ranks say
+where that host is (`keep_for`) and which copies it may take (`offer`). They offer no newer ones before all hosts have
+taken those over, and keep the last ones that all have (`sent_step`) until then.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from functools import partial
 
 from paceline.launch.copy_service import CopyAddress, CopyReader, CopyServer, own_secret
 from paceline.launch.state_copies import StateCopies
+from paceline.launch.step_slots import SLOTS
 
-_WORD_BYTES, _NUM_WORDS = 8, 4
-_BEGUN, _TAKEN, _TOOK_US, _ORDER = range(_NUM_WORDS)  # words, and how long the text of the order is
+_WORD_BYTES, _NUM_WORDS = 8, 5
+_SENT, _OFFERED, _TAKEN, _TOOK_US, _ORDER = range(_NUM_WORDS)  # words; the last says how long the text of the order is
 _ORDER_BYTES = 1024
 _NOTHING, _FAILED = -1, -2
 _LOOK_S = 0.1  # between looks for an order, and for copies to take over
@@ -37,7 +39,8 @@ class HostCopies:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self.num_ranks, self.memory = num_ranks, StateCopies(2 * num_ranks)
+        self.num_ranks = num_ranks
+        self.memory = StateCopies(2 * num_ranks, num_slots=SLOTS + 1)  # one more, for what is being sent
         self.address = CopyAddress("", 0, own_secret())
         shared = mmap.mmap(-1, _NUM_WORDS * _WORD_BYTES + _ORDER_BYTES)
         self._words = memoryview(shared)[:_NUM_WORDS * _WORD_BYTES].cast("q")
@@ -45,6 +48,7 @@ class HostCopies:
         self._server: CopyServer | None = None
         self._keeper: CopyReader | None = None
         self._rounds, self._is_closed = 0, False
+        self.sent_step = _NOTHING
         self._lock = threading.Lock()
         self.rest()
 
@@ -66,14 +70,14 @@ class HostCopies:
         """No ranks run: what is here stays as it is until new ones have begun."""
         with self._lock:
             self._rounds += 1
-            self._words[_ORDER], self._words[_BEGUN] = 0, _NOTHING
-            self._words[_TAKEN], self._words[_TOOK_US] = _NOTHING, 0
+            self._words[_ORDER], self._words[_TOOK_US] = 0, 0
+            self._words[_OFFERED] = self._words[_TAKEN] = _NOTHING
             if self._keeper is not None:
                 self._keeper.close()
 
     def offered(self) -> int | None:
-        step = self.memory.newest(range(self.num_ranks))
-        return step if step is not None and self._words[_BEGUN] != _NOTHING and step >= self._words[_BEGUN] else None
+        step = self._words[_OFFERED]
+        return step if all(step in self.memory.steps(slot) for slot in range(self.num_ranks)) else None
 
     def taken(self, step: int, took_us: int) -> None:
         self._words[_TOOK_US], self._words[_TAKEN] = took_us, step
@@ -120,9 +124,18 @@ class HostCopies:
 
     # --- In ranks ---------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int) -> None:
-        """Ranks go on after a step: what they copy from now on is of this start."""
-        self._words[_BEGUN] = step + 1
+    @property
+    def sent_step(self) -> int:
+        """Of the last copies that were taken over on all hosts, and stay until newer ones are; -1 if there are none."""
+        return self._words[_SENT]
+
+    @sent_step.setter
+    def sent_step(self, step: int) -> None:
+        self._words[_SENT] = step
+
+    def offer(self, step: int) -> None:
+        """Let another host take over the copies of a step, as soon as all ranks have made theirs."""
+        self._words[_OFFERED] = step
 
     def keep_for(self, neighbour: CopyAddress) -> None:
         """Have the host's process keep copies for that host."""
@@ -131,7 +144,8 @@ class HostCopies:
         self._words[_ORDER] = len(text)
 
     def give_back_kept(self) -> None:
-        """Nothing is kept for a neighbour any more."""
+        """Nothing is kept for a neighbour any more, and nothing is sent."""
+        self.sent_step = _NOTHING
         for slot in range(self.num_ranks, 2 * self.num_ranks):
             self.memory.give_back(slot)
 

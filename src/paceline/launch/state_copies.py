@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.launch.live_states import LiveStates
-from paceline.launch.step_slots import StepSlots
+from paceline.launch.step_slots import SLOTS, StepSlots
 
 # Of the time of the steps, spent on copies. Watching, hashing, the journal, and what a copy costs the steps beside it
 # have the rest of 1 %.
@@ -18,8 +18,8 @@ class StateCopies(StepSlots):
     live: the ranks' state itself, where they hold it in memory that outlives them.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__(num_ranks, "paceline-state")
+    def __init__(self, num_ranks: int, *, num_slots: int = SLOTS) -> None:
+        super().__init__(num_ranks, "paceline-state", num_slots=num_slots)
         self.live = LiveStates(num_ranks)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 
 from paceline.launch.memory_files import memory_file, read_at, write_at
@@ -20,14 +20,14 @@ _NOTHING = -1
 
 
 class StepSlots:
-    """Two slots a rank. A slot's step is written last and cleared first, so what has a step is whole.
+    """Two slots a rank, or more. A slot's step is written last and cleared first, so what has a step is whole.
 
-    name: for /proc alone.
+    name: for /proc alone. num_slots: of a rank; those beyond two are for steps that have to stay.
     """
 
-    def __init__(self, num_ranks: int, name: str) -> None:
-        self.num_ranks = num_ranks
-        self._files = [memory_file(name) for _ in range(SLOTS * num_ranks)]
+    def __init__(self, num_ranks: int, name: str, *, num_slots: int = SLOTS) -> None:
+        self.num_ranks, self.num_slots = num_ranks, num_slots
+        self._files = [memory_file(name) for _ in range(num_slots * num_ranks)]
         self._words = memoryview(mmap.mmap(-1, _WORDS * _WORD_BYTES * len(self._files))).cast("q")
         for rank in range(num_ranks):
             self.keep(rank, until=None)
@@ -38,29 +38,34 @@ class StepSlots:
 
     def steps(self, rank: int) -> dict[int, int]:
         """This rank's slots, by the step that each is of."""
-        steps = {self._words[_WORDS * slot]: slot for slot in range(SLOTS * rank, SLOTS * (rank + 1))}
+        steps = {self._words[_WORDS * slot]: slot for slot in self._slots(rank)}
         return {step: slot for step, slot in steps.items() if step != _NOTHING}
 
-    def write(self, rank: int, step: int, parts: Iterable[memoryview], index: bytes) -> None:
-        """Write into this rank's older slot. index: says what the parts are, which lie one after the other.
+    def _slots(self, rank: int) -> range:
+        return range(self.num_slots * rank, self.num_slots * (rank + 1))
+
+    def write(self, rank: int, step: int, parts: Iterable[memoryview], index: bytes, *,
+              keep: Collection[int] = ()) -> None:
+        """Write into this rank's oldest slot. index: says what the parts are, which lie one after the other. keep:
+        steps whose slots stay as they are.
 
         Raises:
             OSError: there is no memory for it; the slot is empty then.
         """
-        slot = self._older(rank)
+        slot = self._oldest(rank, keep)
         offset = 0
         for part in chain(parts, [memoryview(index)]):
             offset = write_at(self._files[slot], part, offset)
         self._complete(slot, step, offset - len(index), offset)
 
     def fill(self, rank: int, step: int, extent: tuple[int, int], fetch: Callable[[int, memoryview], None]) -> None:
-        """Write into this rank's older slot what another one has elsewhere. extent: see `extent`. fetch: fills a target
-        from a place in the other one on.
+        """Write into this rank's oldest slot what another one has elsewhere. extent: see `extent`. fetch: fills a
+        target from a place in the other one on.
 
         Raises:
             OSError: there is no memory for it, or from `fetch`; the slot is empty then.
         """
-        slot, (index_start, end) = self._older(rank), extent
+        slot, (index_start, end) = self._oldest(rank), extent
         piece = memoryview(bytearray(min(PIECE_BYTES, end)))
         for offset in range(0, end, PIECE_BYTES):
             target = piece[:min(PIECE_BYTES, end - offset)]
@@ -68,9 +73,11 @@ class StepSlots:
             write_at(self._files[slot], target, offset)
         self._complete(slot, step, index_start, end)
 
-    def _older(self, rank: int) -> int:
-        """This rank's slot whose content is older, emptied."""
-        slot = min(range(SLOTS * rank, SLOTS * (rank + 1)), key=lambda slot: self._words[_WORDS * slot])
+    def _oldest(self, rank: int, keep: Collection[int] = ()) -> int:
+        """This rank's slot with the oldest content, emptied."""
+        slots = [slot for slot in (self._slots(rank) if keep else self._slots(rank)[:SLOTS])
+                 if self._words[_WORDS * slot] not in keep]
+        slot = min(slots, key=lambda slot: self._words[_WORDS * slot])
         self._words[_WORDS * slot] = _NOTHING
         return slot
 
@@ -93,12 +100,12 @@ class StepSlots:
 
     def keep(self, rank: int, *, until: int | None) -> None:
         """Forget what this rank wrote after later steps; all of it for None."""
-        for slot in range(SLOTS * rank, SLOTS * (rank + 1)):
+        for slot in self._slots(rank):
             if until is None or self._words[_WORDS * slot] > until:
                 self._words[_WORDS * slot] = _NOTHING
 
     def give_back(self, rank: int) -> None:
         """Forget all that this rank wrote, and give its memory back."""
         self.keep(rank, until=None)
-        for descriptor in self._files[SLOTS * rank:SLOTS * (rank + 1)]:
-            os.ftruncate(descriptor, 0)
+        for slot in self._slots(rank):
+            os.ftruncate(self._files[slot], 0)

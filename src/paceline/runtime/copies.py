@@ -47,8 +47,10 @@ class Copier:
     """Makes one rank's copies, every so many steps.
 
     num_ranks: of this host that copy. origin: what a copy says of its rank. neighbour: the host's memory, where another
-    host has to take over each copy before the next one is made. every: steps from copy to copy. next_step: after which
-    to copy next; both alike on all ranks. last_step: of the last copy. blocked_s: time that the run spent on copies.
+    host takes copies over now and then. every: steps from copy to copy. next_step: after which to copy next.
+    send_every, next_send: likewise for copies that are taken over. All alike on all ranks. sending: step of the copy
+    that is being taken over; -1 for none. sent: of the last one that was, on all hosts. blocked_s: time that the run
+    spent on copies.
     """
 
     context: RankContext
@@ -58,12 +60,14 @@ class Copier:
     neighbour: HostCopies | None = None
     every: int = 1
     next_step: int = 1
-    last_step: int = -1
+    send_every: int = 1
+    next_send: int = 1
+    sending: int = -1
+    sent: int = -1
     blocked_s: float = 0.0
     num_copies: int = 0
     num_bytes: int = 0
     _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False)
-    _put_off: int = 0  # steps, the last time
     _staging: Staging | None = field(default=None, repr=False)
     _thread: threading.Thread | None = field(default=None, repr=False)
     _error: Exception | None = field(default=None, repr=False)
@@ -72,7 +76,28 @@ class Copier:
         """The run goes on from this step. is_copied: from what is in memory of it, which is kept, as it stands: others
         may still read it, and it is there if ranks are lost again before the next copy."""
         self.copies.keep(self.context.slot, until=step if is_copied else None)
-        self.next_step = step + 1
+        self.next_step = self.next_send = step + 1
+        if self.neighbour is not None:
+            self.sent = self.neighbour.sent_step if is_copied and self.neighbour.sent_step <= step else -1
+            if self.context.slot == 0:
+                self.neighbour.sent_step = self.sent
+            if is_copied and step != self.sent and step in self.copies.steps(self.context.slot):
+                self.send(step)
+
+    def send(self, step: int) -> None:
+        """Let another host take over the copies of this step."""
+        assert self.neighbour is not None
+        self.sending, self.next_send = step, step + self.send_every
+        if self.context.slot == 0:
+            self.neighbour.offer(step)
+
+    def note_sent(self) -> None:
+        """What was being taken over is there on all hosts."""
+        assert self.neighbour is not None
+        if self.sending >= 0:
+            self.sent, self.sending = self.sending, -1
+            if self.context.slot == 0:
+                self.neighbour.sent_step = self.sent
 
     def copy(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,
              is_for_updates: Callable[[str], bool] = lambda name: False, began_s: float | None = None) -> None:
@@ -103,13 +128,7 @@ class Copier:
         else:
             self._write(step, [piece.tensor for piece in pieces], index, began_s)
         self.next_step, self.num_copies = step + self.every, self.num_copies + 1
-        self.last_step, self._put_off = step, 0
         self.blocked_s += time.perf_counter() - began_s
-
-    def put_off(self, step: int) -> None:
-        """The copy after this step has to wait: twice as many steps each time, for ranks meet to find out."""
-        self._put_off = max(1, min(2 * self._put_off, self.every))
-        self.next_step = step + self._put_off
 
     def before_update(self) -> None:
         """What is launched on a GPU from now on may write to tensors that only updates write to: let it wait for the
@@ -138,21 +157,30 @@ class Copier:
             self._error = error
 
     def _write(self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float) -> None:
-        self.copies.write(self.context.slot, step, [bytes_of(tensor) for tensor in tensors], index)
+        self.copies.write(self.context.slot, step, [bytes_of(tensor) for tensor in tensors], index,
+                          keep={self.sent, self.sending} - {-1})
         self._latest_s.append(time.perf_counter() - began_s)
 
     def affordable_every(self, step_s: float, *, share: float = TIME_SHARE) -> int:
         """Steps from copy to copy that keep the time of one within a share of all, that beside steps included: the
         median of the latest, as other work on the machine delays some. step_s: of one step."""
-        took_s = statistics.median(self._latest_s) if self._latest_s else 0.0
-        return max(1, math.ceil(took_s / (share * step_s))) if step_s > 0 else 1
+        return _affordable(statistics.median(self._latest_s) if self._latest_s else 0.0, step_s, share)
+
+    def affordable_send_every(self, step_s: float) -> int:
+        """Likewise from one copy that another host takes over to the next."""
+        return _affordable(self.neighbour.took_s if self.neighbour is not None else 0.0, step_s, TIME_SHARE)
 
     def fits(self) -> bool:
         """Whether copies of all ranks of this host, each as large as this rank's, fit into its memory; some are made
         already. What is on a GPU is copied to pinned memory first."""
         free_bytes = psutil.virtual_memory().available + self.num_bytes
-        num_times = SLOTS * (1 + (self.neighbour is not None)) + (self._staging is not None)
+        num_times = SLOTS + (SLOTS + 1 if self.neighbour is not None else 0) + (self._staging is not None)
         return num_times * self.num_bytes * self.num_ranks <= MEMORY_SHARE * free_bytes
+
+
+def _affordable(took_s: float, step_s: float, share: float) -> int:
+    """Steps between what takes so long, for a share of their time."""
+    return max(1, math.ceil(took_s / (share * step_s))) if step_s > 0 else 1
 
 
 def _index(pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, origin: Mapping[str, Any]) -> bytes:

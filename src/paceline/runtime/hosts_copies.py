@@ -166,11 +166,9 @@ def _all_memory(context: RankContext, copies: HostCopies) -> list[_HostMemory]:
 
 @dataclass(frozen=True)
 class HostsCopy(Checkpoint):
-    """Copies of several hosts' ranks, to be read as a checkpoint is. is_new: whether they were made for this start, of
-    the state itself."""
+    """Copies of several hosts' ranks, to be read as a checkpoint is."""
 
     memory: _Memory | None = None
-    is_new: bool = False
 
     def _open(self, file: str) -> Any:
         assert self.memory is not None
@@ -301,7 +299,8 @@ def _copy_live(memory: _Memory, chosen: Sequence[_Found]) -> None:
         if any(memory.hosts[memory.own_host].whole(chosen[0])):
             for slot in range(copies.num_ranks):
                 copies.memory.keep(slot, until=chosen[1].step if len(chosen) > 1 else None)
-            copy_live(copies.memory.live, copies.memory, range(copies.num_ranks), chosen[0].step)
+            copy_live(copies.memory.live, copies.memory, range(copies.num_ranks), chosen[0].step,
+                      keep={copies.sent_step} - {-1})
         store.set(f"copied/{memory.own_host}", "1")
     with waiting:
         store.multi_get([f"copied/{host}" for host in hosts])
@@ -338,7 +337,7 @@ def _open(memory: _Memory, found: _Found) -> HostsCopy:
                 index = memory.index(host, held.slot, found.step)
                 document = document or index["document"] or {}
                 _add(tensors, index["tensors"], f"{host}:{held.slot}")
-    return HostsCopy(Path(f"copy-{found.step}"), found.step, document, tensors, memory, found.is_live)
+    return HostsCopy(Path(f"copy-{found.step}"), found.step, document, tensors, memory)
 
 
 def _add(tensors: dict[str, TensorEntry], of_slot: dict[str, Any], file: str) -> None:
@@ -353,11 +352,6 @@ def _add(tensors: dict[str, TensorEntry], of_slot: dict[str, Any], file: str) ->
         tensors[name] = TensorEntry(tuple(entry["shape"]), DTYPES[entry["dtype"]], (*before, *new))
 
 
-def is_new(copied: Checkpoint | None) -> bool:
-    """Whether no other host has taken over what ranks go on from."""
-    return isinstance(copied, HostsCopy) and copied.is_new
-
-
 def begin(stepper: StateOwner, context: RankContext, step: int, copied: Checkpoint | None) -> None:
     """The run goes on from this step, and from these copies: let this host keep the copies of the one before it where
     that is needed. Collective."""
@@ -366,7 +360,6 @@ def begin(stepper: StateOwner, context: RankContext, step: int, copied: Checkpoi
     if context.slot == 0:
         for slot in range(copies.num_ranks, 2 * copies.num_ranks):
             copies.memory.keep(slot, until=step if copied is not None else None)
-        copies.begin(step - is_new(copied))
         if needs_neighbour(stepper, context):
             num_hosts = context.world_size // context.local_world_size
             host = context.rank // context.local_world_size

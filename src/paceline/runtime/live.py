@@ -407,8 +407,9 @@ def _document(states: LiveStates, rank: int) -> dict[str, Any] | None:
     return state.joined_document(json.loads(states.index(rank) or b"")["document"], noted)
 
 
-def copy_live(states: LiveStates, copies: StepSlots, slots: Sequence[int], step: int) -> None:
-    """Make copies of what the ranks of a host have left after this step, of each box once, and give its memory back."""
+def copy_live(states: LiveStates, copies: StepSlots, slots: Sequence[int], step: int, *, keep: Collection[int]) -> None:
+    """Make copies of what the ranks of a host have left after this step, of each box once, and give its memory back.
+    keep: steps whose copies stay."""
     boxes = _boxes_at(states, slots, step)
     for slot in slots:
         held = json.loads(states.index(slot) or b"")
@@ -420,7 +421,8 @@ def copy_live(states: LiveStates, copies: StepSlots, slots: Sequence[int], step:
             entry["pieces"].append((offset, box.region.offsets, box.region.shape))
             offset += box.num_bytes
         index = {"document": _document(states, slot), "origin": held["origin"], "tensors": tensors}
-        copies.write(slot, step, (bytes_of(_read_box(states, box)) for _, box in own), json.dumps(index).encode())
+        copies.write(slot, step, (bytes_of(_read_box(states, box)) for _, box in own), json.dumps(index).encode(),
+                     keep=keep)
     for slot in slots:
         states.forget(slot)
 

@@ -389,8 +389,6 @@ def _begin_copies(run: _Run, copied: Checkpoint | None) -> None:
     copier, context = run.copier, run.context
     if copier is not None:
         copier.begin(run.step, is_copied=copied is not None)
-        if hosts_copies.is_new(copied) and run.step in copier.copies.steps(context.slot):
-            copier.last_step = run.step
     if context.host_copies is not None:
         hosts_copies.begin(run.stepper, context, run.step, copied)
 
@@ -730,7 +728,8 @@ def _copy(run: _Run) -> None:
     context.beat("copy")
     began_s = time.perf_counter()
     run.stepper.step_sync.drain()
-    if copier.neighbour is not None and not _is_taken_over(run, copier, copier.neighbour):
+    sends = copier.neighbour is not None and _is_sent(run, copier, copier.neighbour) and run.step >= copier.next_send
+    if run.copier is None:
         return
     alike = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
     own = state.pieces(run.stepper, host_ranks=context.local_world_size if context.host_copies is not None else None)
@@ -742,21 +741,24 @@ def _copy(run: _Run) -> None:
             context.host_copies.give_back_kept()
     if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
         copier.wait()
-        share = COPY_SHARE if run.is_noting else TIME_SHARE
-        every = copier.affordable_every(statistics.median(run.speed.latest_s), share=share) if copier.fits() else _NEVER
-        copier.every = _greatest(run, every)
+        share, step_s = COPY_SHARE if run.is_noting else TIME_SHARE, statistics.median(run.speed.latest_s)
+        copier.every = _greatest(run, copier.affordable_every(step_s, share=share) if copier.fits() else _NEVER)
+        if copier.neighbour is not None:
+            copier.send_every = _greatest(run, copier.affordable_send_every(step_s))
         if copier.every == _NEVER:
             _end_copies(run)
+    if sends and run.copier is not None:
+        copier.send(run.step)
 
 
-def _is_taken_over(run: _Run, copier: Copier, neighbour: HostCopies) -> bool:
-    """Whether each host has the last copies of the host before it; else the next ones are put off. Collective."""
-    is_missing = copier.last_step >= 0 and neighbour.taken_step < copier.last_step
+def _is_sent(run: _Run, copier: Copier, neighbour: HostCopies) -> bool:
+    """Whether each host has what it was to take over of the host before it. Collective."""
+    is_missing = copier.sending >= 0 and neighbour.taken_step != copier.sending
     missing = _greatest(run, 2 * int(neighbour.has_failed) + int(is_missing))
     if missing > 1:
         _end_copies(run)
-    elif missing:
-        copier.put_off(run.step)
+    elif not missing:
+        copier.note_sent()
     return not missing
 
 
