@@ -105,7 +105,7 @@ LIVE = """
 import math
 from paceline.runtime import live, loop
 from paceline.runtime.copies import Copier
-live.MOVE_S, live.MOVE_BYTES_PER_S, live._LEAST_BYTES, loop.NOTE_SHARE = 0.0, math.inf, 0, math.inf
+live.SEARCH_S, live.MOVE_TENSOR_S, live.MOVE_BYTES_PER_S, loop.NOTE_SHARE = 0.0, 0.0, math.inf, math.inf
 Copier.affordable_every = lambda self, step_s, **share: 1000
 from paceline.cli import main
 main()
