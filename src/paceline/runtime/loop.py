@@ -93,8 +93,7 @@ class Settings:
     controller: what callbacks hear of the run, and what they ask of it, goes through this.
     faults: that strike ranks; see `launch.faults`.
     on_spike: what happens in a step whose loss is far above those before; see `runtime/spikes.py`.
-    recheck_every: steps from one whose gradients a second replica computes to the next; 0 for none, and by default as
-        time allows; see `runtime/recheck.py`.
+    recheck_every: steps from one whose gradients a second replica computes to the next; see `runtime/recheck.py`.
     is_trial: whether steps are timed or compared, and what follows from evaluations is left out.
     """
 
@@ -351,8 +350,6 @@ def _mark(run: _Run, right_step: int) -> list[int]:
 
 
 def _restore(run: _Run) -> None:
-    if run.recheck is not None:
-        run.recheck.begin(0, right_step=0)
     if not run.settings.resume or run.settings.run_dir is None:
         _begin_copies(run, None)
         return
@@ -371,7 +368,7 @@ def _restore(run: _Run) -> None:
         if run.stepper.spikes is not None and "spikes" in checkpoint.document:
             run.stepper.spikes.restore(checkpoint.document["spikes"])
         if run.recheck is not None:
-            run.recheck.begin(run.step, right_step=checkpoint.document.get("rechecked", 0))
+            run.recheck.right_step = checkpoint.document.get("rechecked", 0)
         run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *notes]))
     if copied is not None:
         run.is_copied = True
@@ -549,7 +546,7 @@ def _rechecked(run: _Run) -> AbstractContextManager[Callable[[Stepper], None] | 
     """Around a step: its gradients are computed by a second replica too, if it is a step of which they are."""
     if run.recheck is None or not run.speed.steps or not run.recheck.is_due(run.step + 1):
         return nullcontext()
-    return run.recheck.checking(run.step, statistics.median(run.speed.latest_s))
+    return run.recheck.checking(run.step)
 
 
 def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBatch]]]:

@@ -8,14 +8,13 @@ same bits. Where they don't, all replicas compute these samples again, twice:
 - A replica that comes to another result than before is the culprit.
 - If nobody does, and most replicas come to one result, it is those that come to another.
 - With two replicas nothing more is known, and both are named.
-- If several come to another result each time, the arithmetic does not repeat, and nothing is compared any more.
+- If several come to another result each time, the arithmetic does not repeat, and nothing is compared any more. Nor is
+  it if the data set gives them other samples, each time the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from paceline.capture.attributes import StateOfForward
 from paceline.capture.state import generators
@@ -32,7 +32,7 @@ from paceline.launch.logs import logger
 from paceline.plans import Plan
 from paceline.runtime.attributes import numbers_of_objects
 from paceline.runtime.drift import fingerprint
-from paceline.runtime.feed import DataShard, is_stream, training_feed
+from paceline.runtime.feed import DataShard, MicroBatch, is_stream, training_feed
 from paceline.runtime.order import Order
 from paceline.runtime.stepper import Stepper
 from paceline.runtime.streams import kept_streams
@@ -40,7 +40,6 @@ from paceline.runtime.upload import uploaded
 from paceline.strategies.compose import SumsReplicas, gradients_seen
 from paceline.strategies.registry import active
 
-TIME_SHARE = 0.0025  # of the time of all steps. Copies have 0.005 (launch/state_copies.py), and all watching 0.01
 _AGAIN = 2  # times that replicas compute samples again which two of them disagree on
 
 
@@ -95,8 +94,7 @@ def _axis(stepper: Stepper) -> str | None:
 class Recheck:
     """When gradients are computed a second time, and what follows.
 
-    every: steps from one such step to the next. is_fixed: whether that was asked for; else it follows from the time
-        that the computation takes.
+    every: steps from one such step to the next.
     mark: called on all ranks when gradients are wrong, with the step after which they were last found right; says which
         checkpoints are marked since.
     right_step: that step. has_ended: whether nothing is compared any more.
@@ -108,11 +106,10 @@ class Recheck:
     loader_workers: int
     beat: Callable[[str], None]
     mark: Callable[[int], Sequence[int]]
-    every: int = round(1 / TIME_SHARE)  # as long as it takes the time of a step
-    is_fixed: bool = False
+    every: int
     right_step: int = 0
     has_ended: bool = False
-    _next_step: int = field(default=0, init=False)
+    _samples: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64), init=False)
 
     def __post_init__(self) -> None:
         axis = _axis(self.stepper)
@@ -123,54 +120,36 @@ class Recheck:
 
     @classmethod
     def of(cls, stepper: Stepper, plan: Plan, every: int | None, **more: Any) -> Recheck | None:
-        """None where it can't be, or if `every` is 0.
-
-        Args:
-            every: Steps, as the user asked for; None to let time decide.
+        """None if it was not asked for.
 
         Raises:
             PlanRefused: it was asked for and can't be.
         """
-        if every == 0:
+        if not every:
             return None
         if (reason := _never(stepper.job, plan) or _not_here(stepper, plan)) is not None:
-            if every is None:
-                return None
             raise _refusal(every, reason)
-        made = cls(stepper, stepper.job, **more)
-        if every is not None:
-            made.every, made.is_fixed = every, True
-        return made
-
-    def begin(self, step: int, *, right_step: int) -> None:
-        """The run goes on from a step; right_step: after which gradients were last found right."""
-        self.right_step, self._next_step = right_step, step + self.every
+        return cls(stepper, stepper.job, every=every, **more)
 
     def is_due(self, step: int) -> bool:
         """Whether this step is one, counted from 1; not a launch's first, which shows whether forwards write to
         parameters: such a model is not run a second time. Alike on all ranks."""
-        return not (self.has_ended or self.stepper.edits.names) and (
-            step % self.every == 0 if self.is_fixed else step >= self._next_step)
+        return not (self.has_ended or self.stepper.edits.names) and step % self.every == 0
 
     @contextmanager
-    def checking(self, step: int, step_s: float) -> Iterator[Callable[[Stepper], None] | None]:
+    def checking(self, step: int) -> Iterator[Callable[[Stepper], None] | None]:
         """Around a step, counted from 0. Gives what is to be called when its gradients are summed, before the update.
-        Collective.
-
-        step_s: seconds of a usual step.
-        """
-        began_s, before = time.perf_counter(), _Moment(self.stepper)
+        Collective."""
+        before = _Moment(self.stepper)
         theirs = self._computed((self.place + 1) % len(self.ranks), step)
         before.restore()
         if theirs is None:
             self._end("a forward meets other replicas, and gives another result with their samples in another order")
             yield None
             return
-        theirs.tolist()  # waits for the device
-        every = math.ceil((time.perf_counter() - began_s) / (TIME_SHARE * step_s))
         own: dict[str, torch.Tensor] = {}
         with gradients_seen(self.stepper.synchronisers, _note_in(own), sums=True):
-            yield lambda stepper: self._compare(step, own, theirs, before, every)
+            yield lambda stepper: self._compare(step, own, theirs, before)
 
     def _computed(self, place: int, step: int) -> torch.Tensor | None:
         """Fingerprints of the gradients of a replica's samples, computed here; None if that met other replicas.
@@ -184,6 +163,7 @@ class Recheck:
             try:
                 [(window, batches)] = training_feed(self.job, order=self.order, part=part, steps=range(step, step + 1),
                                                     loader_workers=min(self.loader_workers, 1))
+                self._samples = _print_of(batches)
                 stepper.backward(window, batches, step=step, part=there.loss_number, beat=self.beat)
             finally:
                 stepper.part = own_part
@@ -209,8 +189,7 @@ class Recheck:
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return [int(value) for value in values.tolist()]
 
-    def _compare(self, step: int, own: dict[str, torch.Tensor], theirs: torch.Tensor, before: _Moment,
-                 every: int) -> None:
+    def _compare(self, step: int, own: dict[str, torch.Tensor], theirs: torch.Tensor, before: _Moment) -> None:
         """
         Raises:
             DriftError: on all ranks; that of a culprit is the one that counts.
@@ -221,20 +200,17 @@ class Recheck:
         firsts, seconds = rows[:, 1:].chunk(2, 1)
         seconds = seconds.roll(1, 0)  # in row k what the replica before k came to of its samples
         differs = firsts != seconds
-        *differing, other_machines, every = self._agreed(torch.cat(
-            [differs.any(1), torch.tensor([int((rows[:, 0] != rows[0, 0]).any()), every])]))
+        *differing, other_machines = self._agreed(torch.cat(
+            [differs.any(1), torch.tensor([int((rows[:, 0] != rows[0, 0]).any())])]))
         if other_machines:
             self._end("ranks compute on different processors, and so may round differently")
         elif not any(differing):
             self.right_step = step + 1
-            if not self.is_fixed:
-                self.every = max(every, 1)
-                self._next_step = step + 1 + self.every
         else:
             places = [place for place in range(count) if differing[place]]
             wrong, why = self._culprits(places, step, firsts, seconds, before)
             if not wrong:
-                self._end("it comes to another result each time, on several ranks")
+                self._end(why)
                 return
             names = list(own)
             at = next((names[int(row.nonzero()[0])] for row in differs if row.any()), names[0])
@@ -242,8 +218,8 @@ class Recheck:
 
     def _culprits(self, places: Sequence[int], step: int, firsts: torch.Tensor, seconds: torch.Tensor,
                   before: _Moment) -> tuple[list[int], str]:
-        """Which replicas computed wrongly what two of them disagree on, and what shows it; none if that can't be said.
-        Collective over all ranks.
+        """Which replicas computed wrongly what two of them disagree on, and what shows it; none, and why, if that can't
+        be said. Collective over all ranks.
 
         Args:
             places: Of the replicas whose samples it is about.
@@ -251,6 +227,7 @@ class Recheck:
         count, after = len(self.ranks), _Moment(self.stepper)
         gradients = [(p, None if p.grad is None else p.grad.clone()) for p in self.stepper.held.values()]
         unstable, odd = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
+        have_others = False
         for place in places:
             again = []
             for _ in range(_AGAIN):
@@ -262,13 +239,19 @@ class Recheck:
             for who, result in ((place, firsts[place]), ((place - 1) % count, seconds[place])):
                 unstable[who] |= (again[0][who] != result).any()
             odd |= _minority(again[0])
+            samples = self._gathered(uploaded(self._samples, self.stepper.device)).cpu()
+            have_others |= bool((samples != samples[0]).any())
         after.restore()
         for p, gradient in gradients:
             p.grad = gradient
-        flags = self._agreed(torch.cat([unstable, odd]))
+        *flags, others_samples = self._agreed(torch.cat([unstable, odd, torch.tensor([have_others])]))
         changing, others = ([place for place in range(count) if half[place]] for half in (flags[:count], flags[count:]))
         if changing:
-            return (changing if len(changing) == 1 else []), "came to another result when it computed them again"
+            if len(changing) > 1:
+                return [], "it comes to another result each time, on several ranks"
+            return changing, "came to another result when it computed them again"
+        if others_samples:
+            return [], "the data set gives other samples on another rank"
         if others:
             return others, "comes to another result than most replicas"
         return sorted({who % count for place in places for who in (place - 1, place)}), ""
@@ -323,6 +306,13 @@ def _note_in(prints: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], N
         prints[name] = fingerprint(gradient)
 
     return look
+
+
+def _print_of(batches: Sequence[MicroBatch]) -> torch.Tensor:
+    """Depends on every bit of all tensors of micro-batches."""
+    prints = [int(fingerprint(leaf)) for batch in batches for leaf in pytree.tree_leaves((batch.input, batch.target))
+              if isinstance(leaf, torch.Tensor)]
+    return fingerprint(torch.tensor(prints, dtype=torch.int64, device="cpu")).reshape(1)
 
 
 def _minority(rows: torch.Tensor) -> torch.Tensor:
