@@ -196,7 +196,7 @@ def node(tmp_path: Path, **changed: Any) -> subprocess.Popen[str]:
     started = subprocess.Popen([sys.executable, "-m", "paceline.launch.node_ranks"], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True, bufsize=1)
     with marked(FILE, tmp_path) as shared:
-        greeting = {"shared": {**asdict(shared), **changed}, "folder": str(tmp_path)}
+        greeting = {"shared": {**asdict(shared), **changed}, "folder": str(tmp_path), "encrypts": False}
         assert started.stdin is not None and started.stdout is not None
         started.stdin.write(json.dumps(greeting) + "\n")
         started.answer = json.loads(started.stdout.readline())  # type: ignore[attr-defined]
