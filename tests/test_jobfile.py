@@ -134,8 +134,9 @@ def test_a_colon_without_a_function_is_refused(write: Write):
     assert "names no function" in refusal(write() + ":3")
 
 
-def test_a_file_is_read_afresh_at_every_load(write: Write):
+def test_a_file_is_read_afresh_at_every_load(write: Write, monkeypatch: pytest.MonkeyPatch):
     """An edit is seen at once, even one within the same second, in the file and in its neighbours."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     source = write(text=f"import paceline as pl, own_net\ndef job():\n    given = 1, own_net.WIDTH\n    {BODY}\n")
     write("own_net.py", "WIDTH = 1")
     assert load(source).model() == (1, 1)

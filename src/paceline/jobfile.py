@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -230,7 +230,19 @@ class _Neighbours:
         if spec is None or _is_at(spec, self.job_path) or (spec.origin is None and not _holds_python(spec)):
             return None
         self.module_names.add(name)
+        if isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Uncached(spec.loader.name, spec.loader.path)
         return spec
+
+
+class _Uncached(SourceFileLoader):
+    """Compiles a module at each import: Python's cache takes an edit within the same second, to a text as long,
+    for the old file."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        path = self.get_filename(fullname)
+        code: types.CodeType = self.source_to_code(self.get_data(path), path)
+        return code
 
 
 class _NeverItself:
