@@ -489,3 +489,15 @@ def test_plans_that_keep_lazy_copies_of_weights() -> None:
     assert copies_weights_lazily(Plan.parse("single recompute=full"))
     assert copies_weights_lazily(Plan.parse("pipeline=2 recompute=full"))
     assert not copies_weights_lazily(Plan.parse("data=2 recompute=selective"))
+
+
+def test_the_first_notes_do_not_count() -> None:
+    """They take longer than later ones, and would end it at once."""
+    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]))
+    state = live.LiveState(SimpleNamespace(), stepper, 0)  # type: ignore[arg-type]
+    state._latest_s.extend([0.5] * 15)
+    assert state.note_s == 0.0
+    state._latest_s.append(0.5)
+    assert state.note_s == 0.5
+    state._latest_s.extend([1e-4] * 17)
+    assert state.note_s == 1e-4

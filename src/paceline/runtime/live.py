@@ -45,7 +45,7 @@ MOVE_SHARE = 0.02  # of the time that a launch has trained, for the move into th
 SEARCH_S = 0.25  # for what refers to the memory: 0.1 s for 300,000 objects of Python, twice and more if busy
 MOVE_TENSOR_S = 3e-4  # of a move, for each tensor: 0.1 to 0.2 ms to find it, and as much to move it, on a busy core
 MOVE_BYTES_PER_S = 1e9  # of a move, into new pages
-_REMEMBERED = 32  # notes
+_REMEMBERED, _ENOUGH = 32, 16  # notes
 GIVEN_BACK_BYTES = 256 * 2**20  # moved before freed memory is given back
 MEMORY_SHARE = 0.5  # of this host's free memory that the move of all its ranks may take in between
 _ALIGNMENT = 64  # bytes, as torch allocates
@@ -172,8 +172,8 @@ class LiveState:
 
     @property
     def note_s(self) -> float:
-        """Seconds of a note, the median of the latest."""
-        return statistics.median(self._latest_s) if self._latest_s else 0.0
+        """Seconds of a note, the median of the latest; 0 until there are enough, as the first ones take longer."""
+        return statistics.median(self._latest_s) if len(self._latest_s) >= _ENOUGH else 0.0
 
     def note(self, step: int, document: Mapping[str, Any] | None, *, began_s: float) -> None:
         """The state is that after a step. document: what is no tensor, or what steps change of that, on the first rank.

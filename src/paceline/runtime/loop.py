@@ -817,6 +817,7 @@ def _keep_live(run: _Run) -> None:
         elif run.is_noting and _greatest(run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)):
             run.live.end()
             run.is_noting = False
+            copies.live.forget(context.slot)  # nobody waits for it any more
     if run.live is not None and run.is_noting:
         began_s = time.perf_counter()  # where there are several hosts, all ranks have a part in the document
         run.live.note(run.step, _note_document(run), began_s=began_s)
