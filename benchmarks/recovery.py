@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -75,6 +76,9 @@ def _killed(command: Sequence[str], metrics: Path, *, after: int, log: Path) -> 
                 if process.poll() is not None or time.monotonic() > until_s:
                     raise ContenderFailed(log.read_text()[-500:])
                 time.sleep(0.002)
+            # At any moment of the next step: its record is written at its end.
+            time.sleep(random.random() * (_steps(metrics)[-1].get("step_s") or 0.0))
+            last = max(map(_step, _steps(metrics)))
             killed_s = time.time()
             os.kill(ranks_of(process)[-1], signal.SIGKILL)
             if process.wait(LIMIT_S):
