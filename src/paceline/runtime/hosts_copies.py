@@ -92,7 +92,7 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RestartPoint:
     """What ranks may go on from. is_live: the state itself that ranks have left, and no copies."""
 
     step: int
@@ -109,11 +109,11 @@ class _HostMemory:
     held: tuple[_Held, ...]
     live: tuple[_Held, ...]
 
-    def whole(self, found: _Found) -> Iterator[list[_Held]]:
+    def whole(self, point: _RestartPoint) -> Iterator[list[_Held]]:
         """What it has of that of all ranks of a host."""
         hosts: dict[int, dict[int, _Held]] = {}
-        for held in self.live if found.is_live else self.held:
-            if (held.attempt, held.step) == (found.attempt, found.step):
+        for held in self.live if point.is_live else self.held:
+            if (held.attempt, held.step) == (point.attempt, point.step):
                 hosts.setdefault(held.host, {}).setdefault(held.rank, held)
         for of_host in hosts.values():
             if len(of_host) == next(iter(of_host.values())).host_ranks:
@@ -257,9 +257,9 @@ def open_newest(context: RankContext, run_dir: Path,
     assert copies is not None and context.store is not None
     store, memory = context.store, _Memory(context, copies, _all_memory(context, copies))
     if context.rank == 0:
-        store.set("copy", json.dumps([asdict(found) for found in _chosen(memory, run_dir, accept)]))
+        store.set("copy", json.dumps([asdict(point) for point in _chosen(memory, run_dir, accept)]))
     with waiting:
-        chosen = [_Found(**found) for found in json.loads(store.get("copy"))]
+        chosen = [_RestartPoint(**point) for point in json.loads(store.get("copy"))]
     if not chosen:
         return None
     if chosen[0].is_live:
@@ -267,30 +267,30 @@ def open_newest(context: RankContext, run_dir: Path,
     return _open(memory, chosen[0])
 
 
-def _chosen(memory: _Memory, run_dir: Path, accept: Callable[[Checkpoint], str | None]) -> list[_Found]:
+def _chosen(memory: _Memory, run_dir: Path, accept: Callable[[Checkpoint], str | None]) -> list[_RestartPoint]:
     """What ranks go on from; if that is no copy, the copies that stay beside it come next."""
     least, most = newest_saved_step(run_dir), last_step(run_dir / JOURNAL)
-    known = {_Found(held.step, is_live, held.attempt) for host in memory.hosts
+    known = {_RestartPoint(held.step, is_live, held.attempt) for host in memory.hosts
              for is_live, kind in ((False, host.held), (True, host.live)) for held in kind}
-    chosen: list[_Found] = []
-    for found in sorted((found for found in known if found.step >= least), reverse=True,
-                        key=lambda found: (found.step, not found.is_live, found.attempt)):
+    chosen: list[_RestartPoint] = []
+    for point in sorted((point for point in known if point.step >= least), reverse=True,
+                        key=lambda point: (point.step, not point.is_live, point.attempt)):
         # What is not recorded may have been computed by a host that the others had given up, or be lost with one.
-        why = "that step is not recorded" if found.step > most else _fault(memory, found)
-        if why is None and not found.is_live:
-            why = accept(copy := _open(memory, found))
+        why = "that step is not recorded" if point.step > most else _fault(memory, point)
+        if why is None and not point.is_live:
+            why = accept(copy := _open(memory, point))
             copy.close()
         if why is None:
-            chosen.append(found)
-            if not found.is_live:
+            chosen.append(point)
+            if not point.is_live:
                 break
         else:
-            what = "state in memory of step {} is" if found.is_live else "copies in memory of step {} are"
-            logger.warning(f"the {what.format(found.step)} passed over: {why}")
-    return chosen[:1] + [found for found in chosen[1:] if not found.is_live]
+            what = "state in memory of step {} is" if point.is_live else "copies in memory of step {} are"
+            logger.warning(f"the {what.format(point.step)} passed over: {why}")
+    return chosen[:1] + [point for point in chosen[1:] if not point.is_live]
 
 
-def _copy_live(memory: _Memory, chosen: Sequence[_Found]) -> None:
+def _copy_live(memory: _Memory, chosen: Sequence[_RestartPoint]) -> None:
     """Make copies of the state that ranks have left, in place of newer copies than those that stay. Collective."""
     context, copies = memory.context, memory.copies
     store, hosts = context.store, range(len(memory.hosts))
@@ -307,9 +307,9 @@ def _copy_live(memory: _Memory, chosen: Sequence[_Found]) -> None:
     memory.hosts = [replace(host, held=host.live, live=()) for host in memory.hosts]
 
 
-def _fault(memory: _Memory, found: _Found) -> str | None:
+def _fault(memory: _Memory, point: _RestartPoint) -> str | None:
     """Why hosts do not have all of it, or not as replicas held it alike; None if they have."""
-    there = [held for host in memory.hosts for whole in host.whole(found) for held in whole]
+    there = [held for host in memory.hosts for whole in host.whole(point) for held in whole]
     parts = {held.part for held in there}
     if not there or len(parts) < there[0].num_parts:
         return f"hosts that are here have {len(parts)} of its {there[0].num_parts if there else 'many'} parts"
@@ -323,21 +323,21 @@ def _fault(memory: _Memory, found: _Found) -> str | None:
     return None
 
 
-def _open(memory: _Memory, found: _Found) -> HostsCopy:
+def _open(memory: _Memory, point: _RestartPoint) -> HostsCopy:
     """The copies of as few hosts as have all parts: this one if it can, and those that follow it."""
     num_hosts, parts = len(memory.hosts), set[int]()
     tensors: dict[str, TensorEntry] = {}
     document: dict[str, Any] = {}
     for host in ((memory.own_host + i) % num_hosts for i in range(num_hosts)):
-        for whole in memory.hosts[host].whole(replace(found, is_live=False)):
+        for whole in memory.hosts[host].whole(replace(point, is_live=False)):
             if {held.part for held in whole} <= parts:
                 continue
             parts |= {held.part for held in whole}
             for held in whole:
-                index = memory.index(host, held.slot, found.step)
+                index = memory.index(host, held.slot, point.step)
                 document = document or index["document"] or {}
                 _add(tensors, index["tensors"], f"{host}:{held.slot}")
-    return HostsCopy(Path(f"copy-{found.step}"), found.step, document, tensors, memory)
+    return HostsCopy(Path(f"copy-{point.step}"), point.step, document, tensors, memory)
 
 
 def _add(tensors: dict[str, TensorEntry], of_slot: dict[str, Any], file: str) -> None:

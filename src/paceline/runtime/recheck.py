@@ -260,18 +260,18 @@ class Recheck:
         ranks = [rank for rank in range(self.mesh.world_size) if self.mesh.at(rank).coordinates[self.axis] in wrong]
         names = " and ".join(f"rank {rank}" for rank in ranks)
         if not why:
-            found = f"{names} come to different ones each time, and nothing shows which of them is right"
+            finding = f"{names} come to different ones each time, and nothing shows which of them is right"
         elif len(ranks) > 1:
-            found = f"one of {names} {why}"
+            finding = f"one of {names} {why}"
         else:
-            found = f"{names} {why}"
+            finding = f"{names} {why}"
         marked = self.mark(self.right_step)
         since = f"after step {self.right_step}, when gradients were last found right" if self.right_step else (
             "in any step before, of which none was compared")
         suspects = f"step {', '.join(map(str, marked))}" if marked else "none"
         error = DriftError(
             f"gradients of step {step + 1} are wrong before they are summed: two replicas computed '{tensor}' of the "
-            f"same samples, and {found}; the step's update was not made",
+            f"same samples, and {finding}; the step's update was not made",
             hint=f"faulty memory or a faulty processor, which may have gone wrong {since}; checkpoints that are marked "
                  f"as suspect, and that --resume passes over: {suspects}")
         error.heard = self.mesh.rank not in ranks  # type: ignore[attr-defined]
