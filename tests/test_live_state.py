@@ -165,6 +165,18 @@ class Torn(torch.optim.SGD):
     victim = 0
 
 
+def tear_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill a rank in an update of the run itself, and not while its optimizer is tried before."""
+    build = loop._build
+
+    def build_run(*args: Any) -> Any:
+        run = build(*args)
+        Torn.in_run = True
+        return run
+
+    monkeypatch.setattr(loop, "_build", build_run)
+
+
 @pytest.mark.parametrize(("plan", "victim", "steps"), [("single", 0, [0, 2]), ("data=2", 1, [0, KILLED_AT]),
                                                        ("data=2", 0, [0, 2]), ("shard=2", 1, [0, 2])])
 def test_a_rank_that_dies_in_an_update(tmp_path: Path, plan: str, victim: int, steps: list[int],
@@ -178,14 +190,7 @@ def test_a_rank_that_dies_in_an_update(tmp_path: Path, plan: str, victim: int, s
 
         return replace(job_of(None, 0), optimizer=optimizer)
 
-    build = loop._build
-
-    def build_run(*args: Any) -> Any:
-        run = build(*args)
-        Torn.in_run = True
-        return run
-
-    monkeypatch.setattr(loop, "_build", build_run)
+    tear_in_runs(monkeypatch)
     monkeypatch.setattr(Torn, "victim", victim)
     train(tmp_path / "whole", plan, job(None))
     train(tmp_path / "run", plan, job(tmp_path / "killed"))
@@ -230,14 +235,7 @@ def test_a_step_of_ones_own_is_torn_too(tmp_path: Path, monkeypatch: pytest.Monk
         return replace(plain, model=None, loss=None, optimizer=None, lr_schedule=None, clip=None, step=step,
                        models={"net": plain.model}, optimizers={"net": optimizer})
 
-    build = loop._build
-
-    def build_run(*args: Any) -> Any:
-        run = build(*args)
-        Torn.in_run = True
-        return run
-
-    monkeypatch.setattr(loop, "_build", build_run)
+    tear_in_runs(monkeypatch)
     train(tmp_path / "whole", "single", job(None))
     train(tmp_path / "run", "single", job(tmp_path / "killed"))
     assert (tmp_path / "killed").exists()
