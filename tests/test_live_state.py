@@ -499,3 +499,20 @@ def test_the_first_notes_do_not_count() -> None:
     assert state.note_s == 0.5
     state._latest_s.extend([1e-4] * 17)
     assert state.note_s == 1e-4
+
+
+def test_what_is_given_up_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes that take too long end, and nobody waits for a state whose index is gone when a rank is lost."""
+    monkeypatch.setattr(live, "_ENOUGH", 1)
+    monkeypatch.setattr(loop, "NOTE_SHARE", 0.0)
+    keep, seen = loop._keep_live, tmp_path / "seen"
+
+    def looked_at(run: Any) -> None:
+        keep(run)
+        with seen.open("a") as file:
+            file.write(f"{run.context.copies.live.index(0) is not None} ")
+
+    monkeypatch.setattr(loop, "_keep_live", looked_at)
+    train(tmp_path / "run", "single", job_of(None, 0))
+    there = seen.read_text().split()
+    assert "True" in there and there[-1] == "False"
