@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -25,15 +26,17 @@ from benchmarks.gpu.machine import machine, seen
 from benchmarks.gpu.matrix import CELLS, matrix
 from benchmarks.gpu.memory import PLANS, memory
 from benchmarks.gpu.proof import proof
+from benchmarks.gpu.recovery import recovery
 from benchmarks.gpu.speed import MODELS, PRECISIONS, ROUNDS, speed
 
-PARTS = ("machine", "matrix", "proof", "failures", "memory", "speed")
+PARTS = ("machine", "matrix", "proof", "failures", "recovery", "memory", "speed")
+CORES_A_COMMAND = 4  # most have two ranks and a process that starts them
 
 
 def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequence[str] = command.PYTHON,
           cells: Sequence[tuple[str, str]] = CELLS, models: Any = MODELS,
           plans: Sequence[str] = PLANS, rounds: int = ROUNDS,
-          precisions: Sequence[str] = PRECISIONS) -> dict[str, Any]:
+          precisions: Sequence[str] = PRECISIONS, jobs: int = 1) -> dict[str, Any]:
     """The whole document, which is written after every part.
 
     Args:
@@ -41,6 +44,7 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
         python: What runs Python.
         plans: Whose memory is compared with what was predicted.
         rounds: In turns, of contenders for speed, in each of the precisions.
+        jobs: How many commands run at a time, but for those whose speed is measured.
 
     Raises:
         RuntimeError: there is no GPU that torch can use.
@@ -52,9 +56,11 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
     document: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **found}
     with tempfile.TemporaryDirectory(prefix="paceline-gpu-check-") as name:
         arguments = (len(found["gpus"]), Path(name), python, lambda: time.monotonic() > ends_s)
-        made = {"machine": partial(machine, python), "matrix": partial(_matrix, *arguments, cells=cells),
-                "proof": partial(proof, *arguments), "failures": partial(failures, *arguments),
-                "memory": partial(memory, *arguments, models=models, plans=plans),
+        made = {"machine": partial(machine, python), "matrix": partial(_matrix, *arguments, cells=cells, jobs=jobs),
+                "proof": partial(proof, *arguments, jobs=jobs),
+                "failures": partial(failures, *arguments, jobs=jobs),
+                "recovery": partial(recovery, *arguments, jobs=jobs),
+                "memory": partial(memory, *arguments, models=models, plans=plans, jobs=jobs),
                 "speed": partial(speed, *arguments, models=models, rounds=rounds, precisions=precisions)}
         for part in parts:
             print(f"{part}:", file=sys.stderr)
@@ -63,9 +69,9 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
     return document
 
 
-def _matrix(*arguments: Any, cells: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+def _matrix(*arguments: Any, cells: Sequence[tuple[str, str]], jobs: int) -> list[dict[str, Any]]:
     rows = []
-    for cell in matrix(*arguments, cells=cells):
+    for cell in matrix(*arguments, cells=cells, jobs=jobs):
         print(f"  {cell.job} under {cell.plan}: {cell.verdict} {cell.reason}", file=sys.stderr)
         rows.append(asdict(cell))
     return rows
@@ -77,9 +83,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=55.0, help="after which nothing new is begun (55)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--output", type=Path, default=Path("gpu-check.json"), help="the file (gpu-check.json)")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // CORES_A_COMMAND), metavar="N",
+                        help="commands at a time, but for those whose speed is measured (a quarter of the cores)")
     given = parser.parse_args()
     try:
-        document = check(given.only, given.minutes, given.output.resolve())
+        document = check(given.only, given.minutes, given.output.resolve(), jobs=given.jobs)
     except RuntimeError as error:
         print(f"scripts/gpu-check: {error}", file=sys.stderr)
         return 2

@@ -7,15 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.turns import ROOT
 from paceline.plans import Plan
 
 PYTHON = (sys.executable,)
+Given, Made = TypeVar("Given"), TypeVar("Made")
 TIMEOUT_S = 300.0  # torch takes some seconds to start CUDA, and a compiled model a minute
+SAID_CHARACTERS = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,11 @@ class Ended:
         lines = [line for line in self.stderr.strip().splitlines() if line.strip()]
         told = [line for line in lines if "error" in line.lower()] or lines[-1:] or [f"exit code {self.exit_code}"]
         return told[0].strip()[:300]
+
+    @property
+    def said(self) -> str:
+        """The end of what it wrote for people."""
+        return self.stderr.strip()[-SAID_CHARACTERS:]
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:
@@ -59,6 +68,12 @@ def end(process: subprocess.Popen[str], started_s: float, *, timeout_s: float = 
 def run(command: Sequence[str], *, timeout_s: float = TIMEOUT_S) -> Ended:
     """What came of a command."""
     return end(start(command), time.monotonic(), timeout_s=timeout_s)
+
+
+def beside(jobs: int, made: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
+    """What is made of each, in their order, so many at a time."""
+    with ThreadPoolExecutor(jobs) as threads:
+        yield from threads.map(made, given)
 
 
 def devices(plan: str, gpus: int) -> str:

@@ -14,18 +14,21 @@ CASES = (("a forward wants more memory than the GPU has", "too_large", "single",
          ("one rank of two is killed in a step", "killed", "data=2", 4))
 
 
-def failures(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool]) -> list[dict[str, Any]]:
-    """A row a case. seconds_to_end: from the failure to the end of the command, where the job notes its time."""
-    rows = []
-    for name, job, plan, expected in CASES:
+def failures(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool],
+             jobs: int = 1) -> list[dict[str, Any]]:
+    """A row a case, so many at a time. seconds_to_end: from the failure to the end of the command, where the job notes
+    its time."""
+    def row_of(case: tuple[str, str, str, int]) -> dict[str, Any]:
+        name, job, plan, expected = case
         devices = command.devices(plan, gpus)
         row: dict[str, Any] = {"failure": name, "plan": plan, "devices": devices, "expected_exit_code": expected}
         if out_of_time():
             row |= {"verdict": "not run", "reason": "the time was up"}
         else:
             row |= _tried(folder / job, job, plan, devices, expected, python)
-        rows.append(row)
-    return rows
+        return row
+
+    return list(command.beside(jobs, row_of, CASES))
 
 
 def _tried(folder: Path, job: str, plan: str, devices: str, expected: int, python: Sequence[str]) -> dict[str, Any]:
@@ -34,5 +37,5 @@ def _tried(folder: Path, job: str, plan: str, devices: str, expected: int, pytho
     settings = ["--set", f"failed={failed}"] if job == "killed" else []
     ended = command.run(command.train(python, job, plan, devices, folder / "run", "--check", "no", *settings))
     row = {"verdict": "as expected" if ended.exit_code == expected else "differs", "exit_code": ended.exit_code,
-           "reason": ended.reason if ended.exit_code != expected else "", "said": ended.stderr.strip()[-1500:]}
+           "reason": ended.reason if ended.exit_code != expected else "", "said": ended.said}
     return {**row, "seconds_to_end": time.time() - float(failed.read_text())} if failed.exists() else row

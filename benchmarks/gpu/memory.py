@@ -16,25 +16,27 @@ STEPS = 6
 
 
 def memory(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *,
-           models: Mapping[str, Mapping[str, Any]] = MODELS, plans: Sequence[str] = PLANS) -> list[dict[str, Any]]:
-    """A row a plan, of the first model: bytes of the rank that needs most."""
+           models: Mapping[str, Mapping[str, Any]] = MODELS, plans: Sequence[str] = PLANS,
+           jobs: int = 1) -> list[dict[str, Any]]:
+    """A row a plan, of the first model: bytes of the rank that needs most. So many at a time."""
     name = next(iter(models))
-    rows = []
-    for number, plan in enumerate(plans):
+
+    def row_of(numbered: tuple[int, str]) -> dict[str, Any]:
+        number, plan = numbered
         devices = command.devices(plan, gpus)
         row: dict[str, Any] = {"model": name, "plan": plan, "devices": devices}
         if out_of_time():
-            rows.append({**row, "reason": "the time was up"})
-            continue
+            return {**row, "reason": "the time was up"}
         ended = command.run(command.train(python, "gpt", plan, devices, folder / f"memory-{number}", "--steps",
                                           str(STEPS), "--check", "no", *settings_of(models[name])))
-        rows.append({**row, **_figures(ended)})
-    return rows
+        return {**row, **_figures(ended)}
+
+    return list(command.beside(jobs, row_of, enumerate(plans)))
 
 
 def _figures(ended: command.Ended) -> dict[str, Any]:
     if ended.exit_code != 0:
-        return {"reason": ended.reason}
+        return {"reason": ended.reason, "said": ended.said}
     summary = json.loads(ended.stdout)
     peak, predicted = summary["peak_memory_bytes"], summary["predicted"]["peak_memory_bytes"]
     return {"peak_memory_bytes": peak, "predicted_bytes": predicted,

@@ -15,6 +15,8 @@ def wrong(document: Mapping[str, Any]) -> list[str]:
         *(f"{row['job']} under {row['plan']}: {row['verdict']} {_first_line(row)}".strip()
           for row in document.get("proof", ()) if row["verdict"] in ("failed", "differs")),
         *(f"{row['failure']}: {row['verdict']}" for row in document.get("failures", ()) if row["verdict"] == "differs"),
+        *(f"a kill under {row['plan']}: {row['verdict']} {row['reason']}".strip()
+          for row in document.get("recovery", ()) if row["verdict"] in ("failed", "differs")),
         *(f"memory of {row['model']} under {row['plan']}: {row['reason']}" for row in document.get("memory", ())
           if "reason" in row and row["reason"] != "the time was up"),
         *(f"{row['contender']}, {row['model']}, {row['precision']}: {row['reason']}"
@@ -39,6 +41,9 @@ def page(document: Mapping[str, Any]) -> str:
             (row["failure"], f"`{row['plan']}`", row["devices"], row.get("exit_code", ""), row["expected_exit_code"],
              f"{row['seconds_to_end']:.1f}" if "seconds_to_end" in row else "",
              f"{row['verdict']} {row.get('reason', '')}".strip()) for row in document["failures"]))
+    if "recovery" in document:
+        lines += _table(("a rank is killed under", "devices", "next step s", "steps again", "samples lost", "weights"),
+                        map(_recovery, document["recovery"]))
     if "memory" in document:
         lines += _table(("model", "plan", "devices", "peak MiB", "predicted MiB", "by predicted"),
                         map(_memory, document["memory"]))
@@ -56,6 +61,14 @@ def _memory(row: Mapping[str, Any]) -> tuple[Any, ...]:
     predicted, part = row["predicted_bytes"], row["of_predicted"]
     return (*first, f"{row['peak_memory_bytes'] / 2**20:.1f}", "" if predicted is None else f"{predicted / 2**20:.1f}",
             "" if part is None else f"{part:.2f}")
+
+
+def _recovery(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    first = f"`{row['plan']}`", row["devices"]
+    if row.get("next_step_s") is None:
+        return *first, f"{row['verdict']} {row['reason']}", "", "", ""
+    return (*first, f"{row['next_step_s']:.2f}", row["recomputed_updates"], row["samples_lost"],
+            row["weights"] if row["weights"] == "equal" else f"off by {row['difference']:.0e}")
 
 
 def _first_line(row: Mapping[str, Any]) -> str:

@@ -25,20 +25,24 @@ def ended(stderr: str = "", exit_code: int | None = 1) -> command.Ended:
 
 
 def trained(weight: float, loss: float = 1.0) -> matrix._Trained:
-    return matrix._Trained([2.0, loss], {"w": torch.tensor([weight, -4.0], dtype=torch.float64)})
+    return matrix._Trained([2.0, loss], {"w": torch.tensor([weight, -4.0], dtype=torch.float64)}, 1.0)
+
+
+RUN = matrix._Run("blocks", "data=2", "cuda:0-1")
 
 
 @pytest.mark.parametrize(("found", "verdict", "off_by"), [
     (trained(1.0), "equal", 0.0), (trained(1.0 + 4e-11), "equal", 1e-11), (trained(1.0 + 4e-3), "differs", 1e-3),
-    (trained(1.0, loss=1.001), "differs", 1e-3), ("error: no", "failed", None)])
-def test_a_cell_says_how_far_off_it_is(found: matrix._Trained | str, verdict: str, off_by: float | None):
-    cell = matrix._compared("blocks", "data=2", "cuda:0-1", found, trained(1.0), 1.0)
+    (trained(1.0, loss=1.001), "differs", 1e-3), (ended("error: no"), "failed", None), (None, "not run", None)])
+def test_a_cell_says_how_far_off_it_is(found: matrix._Trained | command.Ended | None, verdict: str,
+                                       off_by: float | None):
+    cell = matrix._compared(RUN, found, trained(1.0))
     assert cell.verdict == verdict
     assert cell.off_by == (None if off_by is None else pytest.approx(off_by, rel=1e-3))
 
 
 def test_a_number_that_is_none_differs():
-    cell = matrix._compared("blocks", "data=2", "cuda:0-1", trained(float("nan")), trained(1.0), 1.0)
+    cell = matrix._compared(RUN, trained(float("nan")), trained(1.0))
     assert cell.verdict == "differs"
 
 
