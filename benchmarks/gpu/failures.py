@@ -1,4 +1,4 @@
-"""Runs that can't go on, and how they end: too little memory, a rank that is killed."""
+"""Runs that can't go on, and how they end: too little memory, a rank that is killed, a kernel that never ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from benchmarks.gpu import command
 
 # What happens, the function of jobs.py, the plan, and the exit code that docs/errors.md names.
 CASES = (("a forward wants more memory than the GPU has", "too_large", "single", 3),
-         ("one rank of two is killed in a step", "killed", "data=2", 4))
+         ("one rank of two is killed in a step", "killed", "data=2", 4),
+         ("a kernel of one rank of two does not end", "endless", "data=2", 4))
+PATIENCE_S = 5
 
 
 def failures(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool],
@@ -34,8 +36,9 @@ def failures(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callab
 def _tried(folder: Path, job: str, plan: str, devices: str, expected: int, python: Sequence[str]) -> dict[str, Any]:
     folder.mkdir()
     failed = folder / "failed-at"
-    settings = ["--set", f"failed={failed}"] if job == "killed" else []
-    ended = command.run(command.train(python, job, plan, devices, folder / "run", "--check", "no", *settings))
+    settings = ["--set", f"failed={failed}"] if job != "too_large" else []
+    ended = command.run(command.train(python, job, plan, devices, folder / "run", "--check", "no", "--restarts", "0",
+                                      "--patience", str(PATIENCE_S), *settings))
     row = {"verdict": "as expected" if ended.exit_code == expected else "differs", "exit_code": ended.exit_code,
            "reason": ended.reason if ended.exit_code != expected else "", "said": ended.said}
     return {**row, "seconds_to_end": time.time() - float(failed.read_text())} if failed.exists() else row

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import paceline
 from tests.devices.pretended_cuda.jobs import JOBS, numbers
 
 NOTED_STEPS = 10
+CYCLES = 10**13  # of a GPU's clock, of some 2e9 a second
 EXAMPLE = Path(__file__).parents[2] / "examples" / "02_gpt_bytes.py"
 
 
@@ -46,6 +48,19 @@ def killed(failed: str) -> paceline.Job:
     Args:
         failed: The file in which it notes the time before.
     """
+    return _failing(failed, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def endless(failed: str) -> paceline.Job:
+    """The second rank launches a kernel in its third step that runs for more than an hour.
+
+    Args:
+        failed: The file in which it notes the time before.
+    """
+    return _failing(failed, lambda: torch.cuda._sleep(CYCLES))
+
+
+def _failing(failed: str, fail: Callable[[], None]) -> paceline.Job:
     steps = 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -53,7 +68,7 @@ def killed(failed: str) -> paceline.Job:
         steps += 1
         if steps == 3 and dist.get_rank() == 1:
             Path(failed).write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
+            fail()
         return F.mse_loss(output, target)
 
     return replace(job(), loss=loss, steps=1000)
