@@ -119,14 +119,16 @@ class Copier:
         self.num_bytes = sum(piece.tensor.nbytes for piece in pieces)
         index = _index(pieces, document, self.origin)
         if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
+            is_first = self._staging is None
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             staged = iter(self._staging.copy(on_gpu, is_for_updates=is_for_updates))
             tensors = [next(staged) if piece.tensor.is_cuda else piece.tensor.clone() for piece in pieces]
-            self._thread = threading.Thread(target=self._write_staged, args=(step, tensors, index, began_s),
+            self._thread = threading.Thread(target=self._write_staged, args=(step, tensors, index, None if is_first else began_s),
                                             name=f"copy-step-{step}", daemon=True)
             self._thread.start()
         else:
-            self._write(step, [piece.tensor for piece in pieces], index, began_s)
+            self._write(step, [piece.tensor for piece in pieces], index)
+            self._latest_s.append(time.perf_counter() - began_s)
         self.next_step, self.num_copies = step + self.every, self.num_copies + 1
         self.blocked_s += time.perf_counter() - began_s
 
@@ -148,22 +150,25 @@ class Copier:
         if self._error is not None:
             raise self._error
 
-    def _write_staged(self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float) -> None:
+    def _write_staged(self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float | None) -> None:
+        """began_s: None where memory was pinned for the first time, which takes longer than what comes later."""
         assert self._staging is not None
         try:
             self._staging.wait()
-            self._write(step, tensors, index, began_s)
+            if began_s is not None:  # the GPU is done with it, and this thread has a core of its own
+                self._latest_s.append(time.perf_counter() - began_s)
+            self._write(step, tensors, index)
         except Exception as error:
             self._error = error
 
-    def _write(self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float) -> None:
+    def _write(self, step: int, tensors: Sequence[torch.Tensor], index: bytes) -> None:
         self.copies.write(self.context.slot, step, [bytes_of(tensor) for tensor in tensors], index,
                           keep={self.sent, self.sending} - {-1})
-        self._latest_s.append(time.perf_counter() - began_s)
 
     def affordable_every(self, step_s: float, *, share: float = TIME_SHARE) -> int:
-        """Steps from copy to copy that keep the time of one within a share of all, that beside steps included: the
-        median of the latest, as other work on the machine delays some. step_s: of one step."""
+        """Steps from copy to copy that keep the time of one within a share of all: the median of the latest, as other
+        work on the machine delays some. On CPUs that is the whole time of a copy, beside steps too; on a GPU until its
+        tensors are in pinned memory. step_s: of one step."""
         return _affordable(statistics.median(self._latest_s) if self._latest_s else 0.0, step_s, share)
 
     def affordable_send_every(self, step_s: float) -> int:
