@@ -24,6 +24,7 @@ from typing import Any, get_origin
 from paceline.choices import chosen
 from paceline.errors import JobError, PacelineError, UsageError, nearest
 from paceline.job import Job
+from paceline.launch.fork import ask_forks_about_cuda
 
 DEFAULT_FUNCTION = "job"
 
@@ -117,6 +118,7 @@ def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
         JobError: the file or its function can't be used.
         UsageError: this is no job at all.
     """
+    ask_forks_about_cuda()
     if isinstance(job, str | Path):
         job = JobFile.parse(str(job))
     if isinstance(job, JobFile):
@@ -308,6 +310,7 @@ def _run(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")  # or Keras takes a GPU when it is imported; ranks have them
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    ask_forks_about_cuda()
     _open_imports(path)
     try:
         with _blamed_on(path, f"loading {path.name}"):

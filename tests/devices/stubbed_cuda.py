@@ -15,6 +15,8 @@ from unittest.mock import patch
 
 import torch
 
+from paceline.launch.fork import ask_forks_about_cuda
+
 _DRIVER = "/dev/nvidiactl"
 
 
@@ -46,14 +48,20 @@ def stubbed_cuda(count: int = 2) -> Iterator[list[str]]:
         patch.object(torch.cuda, "_device_count_nvml", lambda: -1),
         patch.object(torch.cuda, "_queued_calls", []), patch.object(torch.cuda, "_initialized", False),
         patch.object(torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(count))),
-        patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        # What this process asks its forks from the first job on: set back in the end.
+        *(patch.object(torch.cuda, name, getattr(torch.cuda, name)) for name in (
+            "is_available", "device_count", "current_device", "get_device_capability", "get_device_name",
+            "is_bf16_supported", "get_device_properties")),
+        patch.object(torch.accelerator, "current_accelerator", torch.accelerator.current_accelerator),
         patch.object(torch.cuda, "_get_device_properties",
-                     lambda index: SimpleNamespace(total_memory=80 * 2**30, name="Stub"), create=True),
+                     lambda index: SimpleNamespace(total_memory=80 * 2**30, name="Stub", major=9, minor=0), create=True),
         patch.object(Path, "exists", lambda self, **options: str(self) == _DRIVER or exists(self, **options))]
     for one in replaced:
         one.start()
+    ask_forks_about_cuda.cache_clear()
     try:
         yield touched
     finally:
         for one in reversed(replaced):
             one.stop()
+        ask_forks_about_cuda.cache_clear()

@@ -147,6 +147,22 @@ def test_gpus_are_looked_at_in_a_fork(touched: list[str]):
     assert not touched
 
 
+@pytest.mark.parametrize("asks", [
+    "assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and torch.cuda.current_device() == 0",
+    "assert torch.cuda.get_device_capability() == (9, 0)",  # as torchao does, which Transformers imports
+    "assert torch.cuda.get_device_properties(0).total_memory == 80 * 2**30",
+    "from torch.utils._triton import has_triton; has_triton()",
+    "torch.accelerator.current_accelerator(check_available=True)",
+    "import torch._inductor.runtime.benchmarking"])  # as a plan with compile=blocks does
+def test_what_a_job_file_imports_may_ask_for_gpus(asks: str, touched: list[str], tmp_path: Path):
+    """On an H200, Llama's job and compile=blocks were refused: imports had used CUDA in the process that forks."""
+    (tmp_path / "job.py").write_text(f"import torch\n{asks}\nimport paceline\n"
+                                     "def job():\n    return paceline.Job(**{})\n")
+    with pytest.raises(PacelineError, match="Job"):
+        paceline.load(str(tmp_path / "job.py"))
+    assert not touched
+
+
 def test_a_stub_that_is_touched_is_seen(touched: list[str]):
     """The test can fail."""
     torch.cuda.is_available()

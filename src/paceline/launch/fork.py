@@ -132,15 +132,23 @@ def cuda_left_alone() -> Iterator[None]:
         torch.cuda.is_available, torch.accelerator.current_accelerator = is_available, current
 
 
+@functools.cache
 def ask_forks_about_cuda() -> None:
     """From now on this process asks its forks which GPUs there are and what they can, and so does not use CUDA itself.
+    Nothing changes without a driver of GPUs, or where CUDA is in use already.
 
-    Modules ask that when they are imported: torchao 0.18, which Transformers' Trainer imports, asks for the capability
-    of the first GPU. An answer is kept: each takes a fork that makes a context of CUDA.
+    Modules ask that when they are imported: torchao 0.18, which Transformers imports with a model, asks for the
+    capability of the first GPU, and torch's inductor whether there is one. An answer is kept: each takes a fork that
+    makes a context of CUDA.
     """
+    from paceline.accelerators import has_driver
+
+    if not has_driver() or not forks_can_use_cuda():
+        return
     import torch
 
-    for name in ("is_available", "device_count", "get_device_capability", "get_device_name", "is_bf16_supported"):
+    for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_name",
+                 "is_bf16_supported"):
         setattr(torch.cuda, name, _asked_of_forks(getattr(torch.cuda, name)))
     properties, is_before_use = torch.cuda.get_device_properties, functools.partial(_is_before_use, os.getpid())
     described = _asked_of_forks(lambda *where: {
@@ -148,6 +156,11 @@ def ask_forks_about_cuda() -> None:
         and isinstance(value := getattr(properties(*where), name), int | float | str)})
     torch.cuda.get_device_properties = lambda *where: (  # type: ignore[assignment]
         SimpleNamespace(**described(*where)) if is_before_use() else properties(*where))
+    accelerator = torch.accelerator.current_accelerator
+    kind = _asked_of_forks(lambda **options: str(accelerator(**options) or ""))
+    torch.accelerator.current_accelerator = lambda check_available=False: (
+        accelerator(check_available) if not is_before_use()
+        else torch.device(found) if (found := kind(check_available=check_available)) else None)
 
 
 def _is_before_use(pid: int) -> bool:

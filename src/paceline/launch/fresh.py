@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.accelerators import has_driver
 from paceline.errors import UsageError
 from paceline.launch.fork import answer_of, ask_forks_about_cuda, die_with, value_of
 
@@ -65,8 +64,7 @@ def _main(parent_pid: int, request: int, answer: int, *descriptors: int) -> None
 
     die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for this one decides what it means
-    if has_driver():
-        ask_forks_about_cuda()
+    ask_forks_about_cuda()
     with open(answer, "wb") as ours:
         ours.write(json.dumps(answer_of(lambda: _received(request)([*map(Connection, descriptors)]))).encode())
 

@@ -123,8 +123,9 @@ class Copier:
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             staged = iter(self._staging.copy(on_gpu, is_for_updates=is_for_updates))
             tensors = [next(staged) if piece.tensor.is_cuda else piece.tensor.clone() for piece in pieces]
-            self._thread = threading.Thread(target=self._write_staged, args=(step, tensors, index, None if is_first else began_s),
-                                            name=f"copy-step-{step}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._write_staged, args=(step, tensors, index, None if is_first else began_s),
+                name=f"copy-step-{step}", daemon=True)
             self._thread.start()
         else:
             self._write(step, [piece.tensor for piece in pieces], index)
