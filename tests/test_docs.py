@@ -19,7 +19,7 @@ from paceline.cli import app
 from paceline.errors import PlanError
 from paceline.job import Job
 from paceline.planner.corrections import SPREAD
-from paceline.planner.estimate import RATES_SPREAD
+from paceline.planner.estimate import GPU_SPREAD, RATES_SPREAD
 from paceline.planner.program import MICROBATCH_S, step_program
 from paceline.plans import Plan
 from paceline.profile.device import THREAD_EFFICIENCY
@@ -225,7 +225,7 @@ def test_the_reference_has_the_figures_of_the_code():
     constants = {
         "`MICROBATCH_S` | {:g} ms": 1e3 * MICROBATCH_S, "`THREAD_EFFICIENCY` | {:g} ": THREAD_EFFICIENCY,
         "`CPU_HOLES` | {:g} of": CPU_HOLES, "`CPU_HOLES_LEAN` | {:g} of": CPU_HOLES_LEAN,
-        "`CPU_HOLES_ADDED` | {:g} of": CPU_HOLES_ADDED, "alone | {:g} |": RATES_SPREAD,
+        "`CPU_HOLES_ADDED` | {:g} of": CPU_HOLES_ADDED, "CPUs alone | {:g} |": RATES_SPREAD, "GPUs of this machine | {:g} |": GPU_SPREAD,
         "itself was calibrated | {:g} |": SPREAD["itself"], "kind was calibrated | {:g} |": SPREAD["kind"],
         "other kinds only | {:g} |": SPREAD["nothing"]}
     for words, value in constants.items():

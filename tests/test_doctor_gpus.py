@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import accelerators, doctor, doctor_gpus, nvml
+from paceline.accelerators import Gpu
 from paceline.doctor_gpus import (
     SeenGpus,
     judge_driver,
@@ -23,7 +24,7 @@ from paceline.doctor_gpus import (
 )
 from paceline.nvml import SWITCH, Card, Cards
 
-H100 = ("H100", 80 << 30)
+H100 = Gpu("H100", 80 << 30)
 
 
 def seen(*failures: str, capability: tuple[int, int] = (9, 0), built_for: str = "13.0") -> SeenGpus:

@@ -57,10 +57,18 @@ class Unusable:
 # trained on have more. No run is refused for the sake of the former.
 _BUILT_IN_BYTES = 4 * 2**30
 
-# Of a GPU, once a process uses it, before the first tensor: the driver's context. 426 MiB with torch 2.10 for CUDA 13.0
-# on an RTX 6000 Ada (unslothai/unsloth-zoo#1053) and "around 400 MB" (pytorch/pytorch#109888), before any kernel is
-# loaded; kernels are loaded when they are first used, and take some tens of MiB.
-CONTEXT_BYTES = 512 * 2**20
+# Of a GPU, once a process uses it, before the first tensor: the driver's context. 621 MiB were measured on an H200 with
+# torch 2.11 for CUDA 13.0. 426 MiB with torch 2.10 on an RTX 6000 Ada (unslothai/unsloth-zoo#1053), "around 400 MB"
+# (pytorch/pytorch#109888).
+CONTEXT_BYTES = 621 * 2**20
+# Of kernels, which are loaded when they are first used: measured as above, after products in three precisions, an
+# attention and a convolution.
+KERNEL_BYTES = 146 * 2**20
+# cuBLAS has a workspace for each thread that launches products: the one of the forward, and autograd's for the GPU.
+# torch's allocator hands it out: 32 MiB from Hopper on, and 8 MiB and eight blocks of 16 KiB before
+# (CUBLAS_WORKSPACE_CONFIG's defaults in aten/src/ATen/cuda/CublasHandlePool.cpp). Measured as above: 64.0 MiB.
+WORKSPACES, HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES = 2, 32 * 2**20, 8 * 2**20 + 8 * 16 * 2**10
+_HOPPER = 9  # its compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +79,34 @@ class FreeMemory:
     holders: tuple[str, ...] = ()
 
 
-def gpus() -> list[tuple[str, int]]:
-    """Name and bytes of each GPU that torch can use as "cuda", NVIDIA's and, in a build for ROCm, AMD's."""
-    return [(name, memory_bytes) for name, memory_bytes, _ in _usable()]
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that torch can use as "cuda".
+
+    uuid: empty where torch can't say. capability: the first number of it. multiprocessors: that tiles of a product are
+    dealt out to.
+    """
+
+    name: str
+    memory_bytes: int
+    uuid: str = ""
+    capability: int = 0
+    multiprocessors: int = 100
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of cuBLAS, which torch's allocator hands out once a step has run."""
+        return WORKSPACES * (HOPPER_WORKSPACE_BYTES if self.capability >= _HOPPER else WORKSPACE_BYTES)
+
+
+def gpus() -> list[Gpu]:
+    """Those that torch can use as "cuda", NVIDIA's and, in a build for ROCm, AMD's."""
+    return list(_usable())
 
 
 def uuids() -> list[str]:
     """Of each GPU of `gpus`; empty where torch can't say."""
-    return [uuid for _, _, uuid in _usable()]
+    return [gpu.uuid for gpu in _usable()]
 
 
 @cache
@@ -92,7 +120,7 @@ def identity() -> str:
     """What figures that were measured on the GPUs depend on: their names, the driver, and how they are wired."""
     wires = [topology.between(card, other) if card is not None and other is not None else None
              for number, card in enumerate(cards()) for other in cards()[:number]]
-    names = [name for name, _ in gpus()]
+    names = [gpu.name for gpu in gpus()]
     return f"{names} driver {driver_version()} wires {[wire and wire.name for wire in wires]}"
 
 
@@ -112,7 +140,7 @@ def room(index: int) -> FreeMemory:
     return FreeMemory(_free_bytes()[index])
 
 
-def _usable() -> tuple[tuple[str, int, str], ...]:
+def _usable() -> tuple[Gpu, ...]:
     return _seen() if has_driver() else ()
 
 
@@ -207,20 +235,20 @@ def _torch_version() -> str:
 
 
 @cache
-def _seen() -> tuple[tuple[str, int, str], ...]:
-    """Name, bytes and UUID of each GPU."""
+def _seen() -> tuple[Gpu, ...]:
     from paceline.launch.fork import forks_can_use_cuda, in_a_fork
 
-    def look() -> list[tuple[str, int, str]]:
+    def look() -> list[tuple[str, int, str, int, int]]:
         import torch
 
         if not torch.cuda.is_available():
             return []
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [(device.name, device.total_memory, str(getattr(device, "uuid", ""))) for device in devices]
+        return [(device.name, device.total_memory, str(getattr(device, "uuid", "")), device.major,
+                 device.multi_processor_count) for device in devices]
 
     seen = in_a_fork(look) if forks_can_use_cuda() else look()
-    return tuple((name, memory_bytes, uuid) for name, memory_bytes, uuid in seen)
+    return tuple(Gpu(*figures) for figures in seen)
 
 
 @cache
@@ -237,7 +265,7 @@ def _free_bytes() -> tuple[int, ...]:
             except Exception:
                 return total
 
-        return [free(index, total) for index, (_, total) in enumerate(gpus())]
+        return [free(index, gpu.memory_bytes) for index, gpu in enumerate(gpus())]
 
     return tuple(in_a_fork(look) if forks_can_use_cuda() else look())
 

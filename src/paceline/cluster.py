@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from paceline.accelerators import CONTEXT_BYTES, cards, gpus, refusal, room, unusable
+from paceline.accelerators import CONTEXT_BYTES, KERNEL_BYTES, cards, gpus, refusal, room, unusable
 from paceline.catalogue import Accelerator, LinkKind, named_by_driver
 from paceline.catalogue import accelerator as known_accelerator
 from paceline.catalogue import assumed as assumed_accelerator
@@ -97,7 +97,9 @@ class Device:
         a described device does in other precisions is its accelerator's.
     memory_bytes_per_s: Streaming bandwidth of one rank; None if not known.
     accelerator: What it is, of a device that is described and need not be here.
-    context_bytes: What a process takes of a GPU that is here before its first tensor; 0 of other devices.
+    context_bytes: What a process takes of a GPU that is here beside what torch's allocator hands out; 0 of other
+        devices.
+    workspace_bytes: Of cuBLAS on a GPU that is here, which the allocator hands out; 0 of other devices.
     total_bytes: All memory of a GPU of which others hold a part, so that `memory_bytes` is less; None of other devices.
     holders: Who they are, as far as the driver says.
     num_sharing: Ranks that have this GPU together. Each may use its part of the memory.
@@ -112,6 +114,7 @@ class Device:
     is_limit: bool = False
     accelerator: Accelerator | None = None
     context_bytes: int = 0
+    workspace_bytes: int = 0
     total_bytes: int | None = None
     holders: tuple[str, ...] = ()
     num_sharing: int = 1
@@ -475,8 +478,8 @@ def size_bytes(text: str) -> int:
 
 
 def _gpus() -> list[Device]:
-    return [Device("cuda", index, memory_bytes, name=name, context_bytes=CONTEXT_BYTES)
-            for index, (name, memory_bytes) in enumerate(gpus())]
+    return [Device("cuda", index, gpu.memory_bytes, name=gpu.name, context_bytes=CONTEXT_BYTES + KERNEL_BYTES,
+                   workspace_bytes=gpu.workspace_bytes) for index, gpu in enumerate(gpus())]
 
 
 def _between_gpus(indices: Sequence[int]) -> Link:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import nvml
-from paceline.accelerators import driver_version, gpus, room, unusable, unused, uuids
+from paceline.accelerators import Gpu, driver_version, gpus, room, unusable, unused, uuids
 from paceline.errors import PacelineError
 from paceline.launch.fork import in_a_fork
 from paceline.nvml import Card, Cards
@@ -82,24 +82,24 @@ def _look() -> SeenGpus:
 # --- Judgements -------------------------------------------------------------------------------------------------
 
 
-def judge_gpus(names: Sequence[tuple[str, int]], seen: SeenGpus) -> Outcome:
+def judge_gpus(here: Sequence[Gpu], seen: SeenGpus) -> Outcome:
     """Whether torch has code for each GPU, and each computes."""
     shown = "; ".join(f"{f'{count} x ' if count > 1 else ''}{name}, {total / 2**30:.1f} GiB"
-                      for (name, total), count in Counter(names).items())
+                      for (name, total), count in Counter((gpu.name, gpu.memory_bytes) for gpu in here).items())
     for index, failure in enumerate(seen.failures):
         if failure:
-            return "bad", f"cuda:{index} can't compute: {failure}", _build_for(index, names, seen)
+            return "bad", f"cuda:{index} can't compute: {failure}", _build_for(index, here, seen)
     for index, capability in enumerate(seen.capabilities):
         if seen.built_for and not runs_on(capability, seen.architectures):
             return ("bad", f"cuda:{index} is of compute capability {capability[0]}.{capability[1]}, and torch has code "
-                    f"for {' '.join(seen.architectures)}", _build_for(index, names, seen))
+                    f"for {' '.join(seen.architectures)}", _build_for(index, here, seen))
     return "ok", shown
 
 
-def _build_for(index: int, names: Sequence[tuple[str, int]], seen: SeenGpus) -> str:
+def _build_for(index: int, here: Sequence[Gpu], seen: SeenGpus) -> str:
     major, minor = seen.capabilities[index]
-    return (f"install a torch that is built for {names[index][0]} (sm_{major}{minor}): older cards need an older CUDA, "
-            "newer ones a newer; pytorch.org/get-started/locally has the command")
+    return (f"install a torch that is built for {here[index].name} (sm_{major}{minor}): older cards need an older "
+            "CUDA, newer ones a newer; pytorch.org/get-started/locally has the command")
 
 
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
@@ -289,8 +289,8 @@ def check_visible() -> Outcome:
 def check_memory() -> Outcome:
     if not gpus():
         return "ok", "no GPU that torch can use"
-    free = [(memory.free_bytes, total, memory.holders)
-            for memory, (_, total) in ((room(index), named) for index, named in enumerate(gpus()))]
+    free = [(memory.free_bytes, gpu.memory_bytes, memory.holders)
+            for memory, gpu in ((room(index), gpu) for index, gpu in enumerate(gpus()))]
     return judge_memory(free)
 
 

@@ -54,7 +54,8 @@ def stubbed_cuda(count: int = 2) -> Iterator[list[str]]:
             "is_bf16_supported", "get_device_properties")),
         patch.object(torch.accelerator, "current_accelerator", torch.accelerator.current_accelerator),
         patch.object(torch.cuda, "_get_device_properties",
-                     lambda index: SimpleNamespace(total_memory=80 * 2**30, name="Stub", major=9, minor=0), create=True),
+                     lambda index: SimpleNamespace(total_memory=80 * 2**30, name="Stub", major=9, minor=0,
+                                                   multi_processor_count=132), create=True),
         patch.object(Path, "exists", lambda self, **options: str(self) == _DRIVER or exists(self, **options))]
     for one in replaced:
         one.start()

@@ -13,16 +13,22 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.accelerators import CONTEXT_BYTES
+from paceline.accelerators import CONTEXT_BYTES, Gpu
+from paceline.catalogue import accelerator
 from paceline.cluster import Cluster, Device, Link
 from paceline.errors import PlanError
+from paceline.planner import ranks
 from paceline.planner.accumulate import ANY_RATES, fewest_microbatches
 from paceline.planner.estimate import estimate
 from paceline.planner.fit import check_fits, ledger, smallest_change
-from paceline.planner.ranks import MemoryNeed
+from paceline.planner.ranks import MemoryNeed, accelerator_rates, gpu_rates
 from paceline.plans import Plan
 from paceline.profile import profile_job
+from paceline.profile.device import DeviceRates
+from paceline.profile.profile import Product
 from paceline.simulate.allocator import CPU_RUNTIME_BYTES
+from paceline.simulate.program import Compute
+from paceline.software import PACELINE
 from paceline.strategies.costs import NCCL_CONNECTION_BYTES, allocator_of
 from paceline.strategies.mesh import weakest
 from paceline.strategies.pipeline.cut import balance
@@ -200,10 +206,41 @@ def test_the_last_bytes_of_a_gpu_are_not_there():
     with pytest.raises(PlanError) as caught:
         check_fits(JOB, Plan.parse("data=2"), devices, PROFILE, SPLIT, snapshot=False)
     assert str(caught.value).splitlines()[1].split()[-4:] == ["set", "aside", "sum", "limit"]
-    assert ("MiB set aside on a GPU: 512 for the driver's context, 441 for NCCL's buffers, 23 for what torch's "
+    assert ("MiB set aside on a GPU: 621 for the driver's context, 441 for NCCL's buffers, 23 for what torch's "
             "allocator rounds up") in str(caught.value)
-    with pytest.raises(PlanError, match=r"context 0\.50 GiB"):
+    with pytest.raises(PlanError, match=r"context 0\.61 GiB"):
         fewest_microbatches(PROFILE, Plan.parse("data=2"), devices, batch=8)
+
+
+def test_workspaces_are_a_gpus_tensors():
+    """The allocator hands them out: a run measures them, and cuts leave room for them."""
+    bare, = on_a_gpu(80 << 30, "single")
+    need, = on_a_gpu(80 << 30, "single", workspace_bytes=Gpu("H200", 0, capability=9).workspace_bytes)
+    assert need.ledger["workspaces"] == 64 * MIB
+    assert need.total_bytes - bare.total_bytes == pytest.approx(1.02 * 64 * MIB, abs=2)
+    assert Gpu("A100", 0, capability=8).workspace_bytes == 2 * (8 * MIB + (128 << 10))
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA L40S"])
+def test_a_listed_gpu_has_the_rates_of_the_catalogue(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Launching overlaps with computing on it, and on one that is measured."""
+    monkeypatch.setattr(ranks, "gpus", lambda: [Gpu(name, 80 << 30, capability=8, multiprocessors=142)])
+    monkeypatch.setattr(ranks, "measure_device", lambda kind: DeviceRates(9e13, 3e14, 8e11, 8e11, 1e-5))
+    rates = gpu_rates(Device("cuda", 0, 80 << 30, name=name))
+    if name == "NVIDIA H200":
+        assert rates is accelerator_rates(accelerator("H200"), PACELINE)
+    else:
+        assert (rates.flops_per_s["bf16"], rates.multiprocessors, rates.memory_bytes_per_s) == (3e14, 142, 8e11)
+    assert rates.seconds(Compute(operators=100, moved_bytes=8e9), "float32")[1] == pytest.approx(1e-3)
+
+
+def test_convolutions_of_a_gpu_use_tf32():
+    """As torch does by default in a float32 job; products do not."""
+    rates = accelerator_rates(accelerator("H200"), PACELINE)
+    products = [Product(2.0**14, 2.0**12, 2.0**14, kind=kind) for kind in ("convolution", "linear")]
+    convolution_s, linear_s = (rates.seconds(Compute(flops=product.flops, products=(product,)), "float32")[0]
+                               for product in products)
+    assert linear_s > 5 * convolution_s
 
 
 def test_who_holds_a_gpu_is_named():

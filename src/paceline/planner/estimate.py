@@ -26,7 +26,7 @@ from paceline.planner.resolve import devices_of
 from paceline.plans import Plan
 from paceline.profile.device import DeviceRates
 from paceline.profile.profile import Profile
-from paceline.simulate.play import play_together
+from paceline.simulate.play import Rates, play_together
 from paceline.software import PACELINE, Software
 from paceline.strategies.mesh import Mesh, weakest
 from paceline.strategies.registry import active
@@ -37,6 +37,8 @@ from paceline.strategies.stages.cost import RankCost
 RATES_SPREAD = 1.05
 # The same where the job's own operators were timed one by one.
 TIMED_SPREAD = 0.4
+# The same on GPUs of this machine: from six steps on an H200, off by -28 to +14 %; see docs/formulas.md.
+GPU_SPREAD = 0.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class NotPriced(PacelineError):
 
 
 def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32",
-             rates: DeviceRates | None = None, split: SplitPrices | None = None, snapshot: bool = True,
+             rates: Rates | None = None, split: SplitPrices | None = None, snapshot: bool = True,
              software: Software = PACELINE, times_operators: bool = True) -> Estimate:
     """Play the plan's step on the cluster.
 
@@ -147,7 +149,7 @@ def _split(plan: Plan, cluster: Cluster, split: SplitPrices | None, *,
 
 
 def _play_split(costs: Sequence[RankCost], places: Sequence[Device], plan: Plan, cluster: Cluster,
-                rates: DeviceRates, *, precision: Precision, snapshot: bool) -> list[Played]:
+                rates: Rates, *, precision: Precision, snapshot: bool) -> list[Played]:
     """The step of ranks that wait for each other's messages."""
     programs = [stage_program(cost, plan, device.kind, snapshot=snapshot)
                 for cost, device in zip(costs, places, strict=True)]
@@ -167,8 +169,10 @@ def _work_s(played: Sequence[Played], plan: Plan) -> float:
     return busy_s * plan.world_size / len(played) / usable_cores()
 
 
-def _spread(profile: Profile, rates: DeviceRates) -> float:
+def _spread(profile: Profile, rates: Rates) -> float:
     """Half the width of the interval around a step of such work."""
+    if not isinstance(rates, DeviceRates):
+        return GPU_SPREAD
     is_timed = (rates.timed is not None and rates.timed.measures
                 and all(segment.forward.calls.first for segment in profile.segments if segment.forward.operators))
     return TIMED_SPREAD if is_timed else RATES_SPREAD

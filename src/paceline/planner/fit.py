@@ -25,7 +25,8 @@ LESS = 0.85  # of what was predicted for a plan that ran out of memory all the s
 SET_ASIDE = "set aside"  # the column of what a GPU gives away beside tensors
 _COLUMNS = {"weights": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",),
             "activations": ("activations",), "communication": ("communication",),
-            "other": ("runtime", "holes", "checkpoint", MEASURED), SET_ASIDE: ("context", "NCCL", "reserve")}
+            "other": ("runtime", "holes", "workspaces", "checkpoint", MEASURED),
+            SET_ASIDE: ("context", "NCCL", "reserve")}
 
 
 def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,

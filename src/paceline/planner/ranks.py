@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import get_args
 
-from paceline.catalogue import Accelerator
+from paceline.accelerators import gpus
+from paceline.catalogue import Accelerator, named_by_driver
 from paceline.cluster import Cluster, Device, Network, threads_of_a_rank, usable_cores
 from paceline.errors import PlanError
 from paceline.job import Precision
@@ -27,6 +28,10 @@ from paceline.simulate.play import Rates, Timeline, play
 from paceline.simulate.program import Compute, Program, Repeat
 from paceline.software import PACELINE, Software
 from paceline.strategies.costs import allocator_of
+
+# The rate of fused attention by that of the best matrix product, of a GPU that is not listed: as of an H100 (Dao 2023,
+# FlashAttention-2: 335 TFLOP/s; ml-engineering: a product reaches 794).
+ATTENTION_PART = 0.42
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
         part: many(without.breakdown[part], seconds) for part, seconds in once.breakdown.items()})
 
 
-def rank_kinds(plan: Plan, cluster: Cluster, *, batch: int, rates: DeviceRates | None,
+def rank_kinds(plan: Plan, cluster: Cluster, *, batch: int, rates: Rates | None,
                software: Software = PACELINE) -> list[RankKind]:
     """The kinds of ranks of a plan that does not cut the model into stages. rates: see `measured_rates`; None for
     devices that are described.
@@ -169,23 +174,37 @@ def accelerator_rates(accelerator: Accelerator, software: Software) -> Accelerat
         accelerator.memory_bytes_per_s, accelerator.multiprocessors, software, software.formats.activation)
 
 
-def rates_of(device: Device, rates: DeviceRates) -> DeviceRates:
+def rates_of(device: Device, rates: Rates) -> Rates:
     """What the device states of itself, and what is known of its like."""
+    if not isinstance(rates, DeviceRates):
+        return rates
     faster = device.flops_per_s / rates.flops_per_s if device.flops_per_s else 1.0
     return replace(rates, flops_per_s=rates.flops_per_s * faster, bf16_flops_per_s=rates.bf16_flops_per_s * faster,
                    memory_bytes_per_s=device.memory_bytes_per_s or rates.memory_bytes_per_s)
 
 
-def measured_rates(cluster: Cluster, *, waiting: bool, times_operators: bool) -> DeviceRates:
+def gpu_rates(gpu: Device) -> AcceleratorRates:
+    """Of a GPU of this machine: as the catalogue states them, or as they are measured where it is not listed."""
+    if (listed := named_by_driver(gpu.name)) is not None:
+        return accelerator_rates(listed, PACELINE)
+    measured = measure_device("cuda")
+    peaks = {precision: measured.matrix_flops_per_s(precision) for precision in get_args(Precision)}
+    software = replace(PACELINE, product_rate=1.0, memory_rate=1.0, operator_s=measured.operator_s)
+    return AcceleratorRates(peaks, {precision: ATTENTION_PART * peak for precision, peak in peaks.items()},
+                            measured.memory_bytes_per_s, gpus()[gpu.index].multiprocessors, software,
+                            software.formats.activation)
+
+
+def measured_rates(cluster: Cluster, *, waiting: bool, times_operators: bool) -> Rates:
     """This machine's rates for a rank, with as many threads as it runs with; more ranks than cores take turns.
 
     waiting: ranks wait for each other, so that who works has a core.
     """
     num_ranks, num_cores = len(cluster.devices), usable_cores()
-    kind = cluster.devices[-1].kind  # of the ranks that run the model: servers come first
-    rates = measure_device(kind, threads_of_a_rank(num_ranks))
-    if kind != "cpu":
-        return rates
+    last = cluster.devices[-1]  # of the ranks that run the model: servers come first
+    if last.kind == "cuda":
+        return gpu_rates(last)
+    rates = measure_device("cpu", threads_of_a_rank(num_ranks))
     keeps = not any(device.is_limit for device in cluster.devices)
     timed = operator_times(num_ranks, measures=times_operators, keeps_heap=keeps)
     rates = replace(rates, timed=timed, memory_bytes_per_s=timed.memory_bytes_per_s or rates.memory_bytes_per_s,

@@ -202,8 +202,8 @@ def _memory_bytes_per_s(device: torch.device) -> float:
     import torch
 
     a = torch.ones(STREAM_BYTES[device.type] // 4, device=device)
-    out = torch.empty_like(a)
-    return 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=out), device)
+    b, out = torch.ones_like(a), torch.empty_like(a)
+    return 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), device)
 
 
 def _function_bytes_per_s(device: torch.device) -> float:

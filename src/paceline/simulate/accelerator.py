@@ -95,6 +95,8 @@ class AcceleratorRates:
         is_float8 = precision == "fp8" and product.kind == "linear" and product.grows == "rows" and not (
             product.columns % FLOAT8_MULTIPLE or product.inner % FLOAT8_MULTIPLE)
         precision = precision if is_float8 else _unshaped(precision)
+        if precision == "float32" and product.kind in self.software.convolution_rates:
+            precision = "tf32"  # torch's default for convolutions: torch.backends.cudnn.allow_tf32
         best, software = self.flops_per_s[precision], self.software
         item_bytes = min(2, self.item_bytes) if precision in AUTOCAST else self.item_bytes
         if product.kind in ATTENTION and software.kernels.attention == "fused":

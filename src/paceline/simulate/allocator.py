@@ -65,16 +65,19 @@ class CpuHeap:
 @dataclass(frozen=True, slots=True)
 class CudaCaching:
     """torch's caching allocator on a GPU. context_bytes, nccl_bytes: of the driver, and of buffers for messages.
-    rounded_part, rounded_bytes: that it takes above the tensors: a part of them, and once."""
+    workspace_bytes: that it hands out to cuBLAS. rounded_part, rounded_bytes: that it takes above the tensors: a part
+    of them, and once."""
 
     context_bytes: int = 0
     nccl_bytes: int = 0
+    workspace_bytes: int = 0
     rounded_part: float = 0.0
     rounded_bytes: int = 0
 
     def resident(self, tensors: Timeline) -> Timeline:
         """The timeline as a run measures its memory: what the allocator hands out."""
-        return tensors
+        ledger = {**tensors.ledger, "workspaces": self.workspace_bytes} if self.workspace_bytes else tensors.ledger
+        return replace(tensors, peak_memory_bytes=sum(ledger.values()), ledger=ledger)
 
     def set_aside(self, tensor_bytes: float) -> dict[str, int]:
         aside = {"context": self.context_bytes, "NCCL": self.nccl_bytes,
@@ -82,7 +85,8 @@ class CudaCaching:
         return {name: num_bytes for name, num_bytes in aside.items() if num_bytes}
 
     def room(self, memory_bytes: int) -> float:
-        return max(0.0, (memory_bytes - sum(self.set_aside(0.0).values())) / (1 + self.rounded_part))
+        return max(0.0, (memory_bytes - self.workspace_bytes - sum(self.set_aside(0.0).values()))
+                   / (1 + self.rounded_part))
 
 
 Allocator = CpuHeap | CudaCaching

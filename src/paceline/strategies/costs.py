@@ -57,8 +57,8 @@ def allocator_of(plan: Plan, device: Device, software: Software = PACELINE) -> A
         return CudaCaching(round(software.context_bytes), rounded_part=software.reserved - 1)
     if not device.context_bytes:
         return CudaCaching()
-    return CudaCaching(device.context_bytes, _nccl_connections(plan) * NCCL_CONNECTION_BYTES, ROUNDED_PART,
-                       ROUNDED_BYTES)
+    return CudaCaching(device.context_bytes, _nccl_connections(plan) * NCCL_CONNECTION_BYTES, device.workspace_bytes,
+                       ROUNDED_PART, ROUNDED_BYTES)
 
 
 def _nccl_connections(plan: Plan) -> int:

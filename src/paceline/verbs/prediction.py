@@ -16,7 +16,6 @@ from paceline.errors import PacelineError, PlanError
 from paceline.job import Job
 from paceline.launch.fork import apart_from_cuda, in_a_fork
 from paceline.planner.resolve import Resolved
-from paceline.profile.device import measure_device
 from paceline.runtime import folder
 from paceline.values import plain, value_of
 from paceline.verbs.links import with_links
@@ -64,8 +63,10 @@ def price(job: Job, asked: Resolved, chosen: Chosen, *, snapshot: bool) -> Price
         return _checked(priced)
 
     def look() -> Any:
+        from paceline.planner.ranks import gpu_rates
+
         with suppress(RuntimeError):  # kept for the prediction: once ranks run, a measurement would be in their way
-            measure_device("cuda")
+            gpu_rates(asked.cluster.devices[-1])
         checked = _checked(priced)
         return plain((checked.problem, checked.profile))
 
