@@ -2,7 +2,9 @@
 
     python -m benchmarks.goodput [--mtbf-s 6 12 24] [--ways NAME...] [--plan data=2] [--steps 9000] [--json]
 
-Ranks are killed by SIGKILL, at times drawn from an exponential distribution, also while they start again. The ways:
+Ranks are killed by SIGKILL, at times drawn from an exponential distribution, also while they start again. The draws
+are stratified: each six of them have one from each sixth of the distribution, in random order, so that the number of
+kills of a run is near that of its rate. The ways:
 `copies` and `checkpoint` (the ranks are replaced and go on from copies in memory, or from the newest checkpoint) and
 `resume` (--restarts 0, and the command is run again; while it has no ranks yet, it is killed itself).
 
@@ -10,8 +12,8 @@ The measured goodput is the time of the steps that lasted, as long as they took 
 begin to its last step. So a machine whose speed changes from run to run does not change it. The prediction is the
 planner's formula: how far it goes back is that of an undisturbed run in steps, and the time from a kill to the next
 applied step, where no other kill comes before it, is the mean of the way's runs with the other rates, so that no run
-predicts itself. A short run has more or fewer kills than its rate says, by chance. So there is a second prediction, for
-the rate that came: the run's time by its kills.
+predicts itself. By chance a run still has more or fewer kills than its rate says. So there is a second prediction,
+for the rate that came: the run's time by its kills.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from paceline.simulate.failures import Failures, goodput
 WAYS = ("copies", "checkpoint", "resume")
 SAVE_EVERY = 100  # steps
 LIMIT_S = 600.0
+STRATA = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +76,22 @@ class Run:
 
 @dataclass
 class Killer:
-    """Kills ranks of a run, by whichever process it is trained just then. kills_s: when it did."""
+    """Kills ranks of a run, by whichever process it is trained just then. kills_s: when it did. strata: of the
+    distribution, that were not drawn from yet."""
 
     mtbf_s: float
     draws: random.Random
     kills_launcher: bool
     kills_s: list[float] = field(default_factory=list)
     next_s: float = math.inf
+    strata: list[int] = field(default_factory=list)
 
     def draw(self) -> None:
         """When the next failure comes."""
-        self.next_s = time.monotonic() + self.draws.expovariate(1 / self.mtbf_s)
+        if not self.strata:
+            self.strata = self.draws.sample(range(STRATA), STRATA)
+        part = (self.strata.pop() + self.draws.random()) / STRATA
+        self.next_s = time.monotonic() - self.mtbf_s * math.log(1 - part)
 
     def look(self, process: subprocess.Popen[bytes]) -> None:
         """Kill a rank if it is time; where there is none, the process that is about to start them, or the next one."""

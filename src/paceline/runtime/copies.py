@@ -178,9 +178,10 @@ class Copier:
 
     def fits(self) -> bool:
         """Whether copies of all ranks of this host, each as large as this rank's, fit into its memory; some are made
-        already. What is on a GPU is copied to pinned memory first."""
+        already. What is on a GPU is copied to pinned memory first, whose blocks torch rounds up to a power of two
+        (at::CachingHostAllocator)."""
         free_bytes = psutil.virtual_memory().available + self.num_bytes
-        num_times = SLOTS + (SLOTS + 1 if self.neighbour is not None else 0) + (self._staging is not None)
+        num_times = SLOTS + (SLOTS + 1 if self.neighbour is not None else 0) + 2 * (self._staging is not None)
         return num_times * self.num_bytes * self.num_ranks <= MEMORY_SHARE * free_bytes
 
 
