@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 import paceline as pl
 from paceline.jobfile import JobFile
+from paceline.launch.host_log import HostLog
 from paceline.launch.namespaces import NetworkHost, NoNamespaces, network_hosts
 from paceline.runtime.checkpoint.dtypes import load_tensors
 
@@ -223,3 +224,129 @@ def test_a_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_pa
     subprocess.run([*PACELINE, str(job_file), "--run", str(tmp_path / "whole"), "--plan", plan, "--steps", "400",
                     "--check", "no"], check=True, timeout=100, capture_output=True)
     assert difference(run, tmp_path / "whole") < 1e-9
+
+
+# --- Without the first host -----------------------------------------------------------------------------------------
+
+
+class Hosts:
+    """The same command on several hosts: namespaces, or processes of this one."""
+
+    def __init__(self, tmp_path: Path, job_file: Path, plan: str, hosts: str, *, steps: int,
+                 networks: Sequence[NetworkHost] = (), paceline: Sequence[str] = PACELINE) -> None:
+        self.tmp_path, self.run, self.networks = tmp_path, tmp_path / "run", networks
+        self.count = int(hosts[-1])
+        self.command = [*paceline, str(job_file), "--run", str(self.run), "--plan", plan, "--hosts", hosts,
+                        "--patience", "4", "--steps", str(steps), "--set", "pause_s=0.1"]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Hosts:
+        for index in range(self.count):
+            self.start(index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def start(self, index: int) -> None:
+        enter = ["ip", "netns", "exec", self.networks[index].name] if self.networks else []
+        address = self.networks[0].address if self.networks else "127.0.0.1"
+        with (self.tmp_path / f"host-{index}").open("a") as stderr:
+            self.processes[index] = subprocess.Popen([*enter, *self.command], stderr=stderr,
+                                                     env=environ(index, self.count, address, self.port))
+
+    def said(self) -> list[str]:
+        return [(self.tmp_path / f"host-{index}").read_text()[-3000:] for index in range(self.count)]
+
+    def recorded(self) -> int:
+        metrics = self.run / "metrics.jsonl"
+        return metrics.read_text().count("step_s") if metrics.exists() else 0
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        wait_until(condition, self.said, timeout_s=90)
+
+    def ended(self) -> dict[int, int]:
+        self.wait(lambda: all(process.poll() is not None for process in self.processes.values()))
+        return {index: process.returncode for index, process in self.processes.items()}
+
+    @property
+    def members(self) -> list[list[int]]:
+        """Hosts of each start."""
+        log = HostLog(self.run)
+        entries = [json.loads(path.read_text()) for path in sorted(log.folder.glob("0*.json"))]
+        return [sorted(entry["hosts"]) for entry in entries if entry["kind"] == "start"]
+
+    def check(self, tmp_path: Path, job_file: Path, plan: str, *, steps: int, within: float) -> None:
+        """Each sample counts once, and the weights are those of an undisturbed run."""
+        assert pl.audit(self.run).passed
+        pl.train(JobFile.parse(str(job_file), {}), plan, run=tmp_path / "whole", check=False, table=False, steps=steps)
+        assert difference(self.run, tmp_path / "whole") <= within
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plan", ["data=3", "shard=3"])
+def test_the_first_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_path: Path, job_file: Path,
+                                                  plan: str):
+    """The other two go on under the second host, the first one does not go on alone, though one host would do, and is
+    taken back."""
+    with Hosts(tmp_path, job_file, plan, "1:3", steps=160, networks=three_hosts) as hosts:
+        hosts.wait(lambda: hosts.recorded() >= 12)
+        three_hosts[0].cut()
+        hosts.wait(lambda: len(hosts.members) == 2)
+        count = hosts.recorded()
+        hosts.wait(lambda: hosts.recorded() >= count + 20)
+        three_hosts[0].heal()
+        assert hosts.ended() == {0: 0, 1: 0, 2: 0}, hosts.said()
+    assert hosts.members == [[0, 1, 2], [1, 2], [0, 1, 2]], hosts.said()
+    assert "host 1: this host keeps the meeting place now, 10.78.0.2" in hosts.said()[1]
+    assert "host 0: host 1 keeps the meeting place now, 10.78.0.2" in hosts.said()[0]
+    hosts.check(tmp_path, job_file, plan, steps=160, within=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_process_of_the_first_host_is_lost(tmp_path: Path, job_file: Path, number: signal.Signals):
+    """The others go on; the same command on the first host, or the process itself, is taken back."""
+    with Hosts(tmp_path, job_file, "data=3", "2:3", steps=160) as hosts:
+        hosts.wait(lambda: hosts.recorded() >= 12)
+        hosts.processes[0].send_signal(number)
+        hosts.wait(lambda: len(hosts.members) == 2)
+        count = hosts.recorded()
+        hosts.wait(lambda: hosts.recorded() >= count + 10)
+        if number == signal.SIGKILL:
+            hosts.processes[0].wait()
+            hosts.start(0)
+        else:
+            hosts.processes[0].send_signal(signal.SIGCONT)
+        assert hosts.ended() == {0: 0, 1: 0, 2: 0}, hosts.said()
+    assert hosts.members == [[0, 1, 2], [1, 2], [0, 1, 2]], hosts.said()
+    hosts.check(tmp_path, job_file, "data=3", steps=160, within=1e-9)
+
+
+IMPATIENT = "from paceline.launch import elastic; elastic.JOIN_S = 8.0; from paceline.cli import main; main()"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_one_of_two_hosts_without_the_first(tmp_path: Path, job_file: Path, number: signal.Signals):
+    """It can't tell whether the other one was lost, and goes on only where that has said that it leaves."""
+    paceline = [sys.executable, "-c", IMPATIENT, "train"]
+    with Hosts(tmp_path, job_file, "data=2", "1:2", steps=60, paceline=paceline) as hosts:
+        hosts.wait(lambda: hosts.recorded() >= 12)
+        hosts.processes[0].send_signal(number)
+        ended = hosts.ended()
+    if number == signal.SIGTERM:
+        assert ended == {0: 5, 1: 0} and hosts.members[-1] == [1], hosts.said()
+        hosts.check(tmp_path, job_file, "data=2", steps=60, within=1e-9)
+    else:
+        assert ended == {0: -9, 1: 4} and hosts.members == [[0, 1]], hosts.said()
+        assert "without it host 1 may not go on: no majority of the 2 hosts of the last start" in hosts.said()[1]
+        assert "--resume on those that are left" in hosts.said()[1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -38,13 +37,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from paceline.errors import PacelineError, PeerLost, Preempted
 from paceline.launch import hosted, signals
 from paceline.launch.copy_service import CopyAddress
-from paceline.launch.environment import address_towards
 from paceline.launch.failure import Failure, RankFailed, cause_of, failure_of, killed
 from paceline.launch.fault_policy import FRUITLESS_RESTARTS
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.host_copies import HostCopies
-from paceline.launch.hosts import Host
-from paceline.launch.liveness import silence_s
+from paceline.launch.meeting import FolderUnusable, MeetingPlace, RunOver
 from paceline.launch.messages import Line, Message
 from paceline.launch.outside_watch import OutsideWatch
 from paceline.launch.rendezvous import JsonBackend
@@ -56,13 +53,16 @@ JOIN_S = 600.0  # for enough hosts to come, or for a host that lost the others t
 _SOON_S = 3.0  # for other hosts, after enough of them are there and the run has begun before
 _MONITOR_S = 0.1  # between looks at the ranks; torch's own default
 _HEARD_S = 1.5  # for a host to say what its ranks ended of, if others only heard
-_CONNECT_S = 5.0  # for one attempt to reach the meeting place
+_RETRY_S = 0.5  # between attempts to reach the meeting place
 _SETTLE_S = 1.0  # after a rank was lost, for others on its host to end an update or what follows a step
 _PARTED_S = 5.0  # the host with the store leaves after the others have
 _RUN = "paceline"
+_ENDED = (RunOver, RendezvousClosedError, RendezvousGracefulExitError)
+_UNREACHED = (RendezvousConnectionError, dist.DistError)
 
 
-def run_host(place: Host, num_ranks: int, body: Callable[[], None], *, patience_s: float, restarts: int) -> None:
+def run_host(meeting: MeetingPlace, num_ranks: int, body: Callable[[], None], *, patience_s: float,
+             restarts: int) -> None:
     """Run `body()` as the ranks of this host until the run has ended; ranks find their place in the environment, as
     under torchrun.
 
@@ -87,7 +87,7 @@ def run_host(place: Host, num_ranks: int, body: Callable[[], None], *, patience_
         if shared.copies is not None:
             shared.copies.serve()
             stack.callback(shared.copies.close)
-        _ElasticHost(place, num_ranks, shared, watch, processes, patience_s=patience_s, restarts=restarts).run()
+        _ElasticHost(meeting, num_ranks, shared, watch, processes, patience_s=patience_s, restarts=restarts).run()
 
 
 @dataclass(frozen=True)
@@ -138,99 +138,79 @@ class _Timeouts(RendezvousTimeout):
 class _ElasticHost:
     """This host in a run, over all times that it joins it.
 
-    interrupted: signals that asked it to leave.
+    interrupted: signals that asked it to leave. lost_s: since when it finds no meeting place; None once ranks start.
     """
 
-    def __init__(self, place: Host, num_ranks: int, shared: _Shared, watch: OutsideWatch,
+    def __init__(self, meeting: MeetingPlace, num_ranks: int, shared: _Shared, watch: OutsideWatch,
                  processes: Supervisor, *, patience_s: float, restarts: int) -> None:
-        self.place, self.num_ranks, self.watch, self.processes = place, num_ranks, watch, processes
+        self.meeting, self.place, self.num_ranks = meeting, meeting.place, num_ranks
+        self.watch, self.processes = watch, processes
         self.board, self.copies = shared.board, shared.copies
         self.patience_s, self.restarts = patience_s, restarts
-        self.silence_s = silence_s(patience_s)
+        self.silence_s = meeting.silence_s
         self.timeouts = _Timeouts(self.silence_s)
         self.interrupted: list[int] = []
-        self._kept_store: Any = None
+        self.lost_s: float | None = None
 
     def run(self) -> None:
-        lost_s: float | None = None
-        with signals.handled(signals.STOPPING, self._forward):
+        with signals.handled(signals.STOPPING, self._forward), self.meeting.watched():
             while True:
                 try:
-                    store = self._meet()
-                    lost_s = None
-                    self._be_agent(store)
+                    self._be_agent(self.meeting.meet())
                     return
-                except (RendezvousConnectionError, dist.DistError) as error:
-                    lost_s = self._note_unreached(error, lost_s)
+                except _ENDED:
+                    print(f"host {self.place.index}: the run has ended", file=sys.stderr, flush=True)
+                    return
+                except _UNREACHED as error:
+                    self._note_unreached(error)
 
     def _forward(self, number: int) -> None:
         self.interrupted.append(number)
         self.processes.signal(signal.SIGTERM if len(self.interrupted) == 1 else signal.SIGKILL)
 
-    def _meet(self) -> Any:
-        """The store at the meeting place, which the first host keeps."""
-        address, port = self.place.address, self.place.port
-        if self.place.index:
-            if not self._is_reachable():
-                raise RendezvousConnectionError(f"nothing answers at {address}:{port}")
-            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False,
-                                  timeout=timedelta(seconds=_CONNECT_S))
-            store.set_timeout(timedelta(seconds=max(self.silence_s, _CONNECT_S)))
-            return store
-        if self._kept_store is None:
-            self._kept_store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False,
-                                             timeout=timedelta(seconds=max(self.silence_s, _CONNECT_S)))
-        return self._kept_store
-
-    def _is_reachable(self) -> bool:
-        """Whether something answers there. torch's own attempt prints a stack for each failure."""
-        with suppress(OSError), socket.create_connection((self.place.address, self.place.port), timeout=_CONNECT_S):
-            return True
-        return False
-
-    def _note_unreached(self, error: Exception, lost_s: float | None) -> float:
-        """Since when the others can't be reached.
+    def _note_unreached(self, error: Exception) -> None:
+        """Say once what this host waits for, and wait a little.
 
         Raises:
             PeerLost: for too long. Preempted: this host was asked to leave.
         """
-        where = f"{self.place.address}:{self.place.port}"
+        why = str(error) if isinstance(error, FolderUnusable) else self.meeting.why_not()
         if self.interrupted:
-            raise Preempted(f"stopped by {signal.Signals(self.interrupted[0]).name}, where the other hosts can't be "
-                            f"reached at {where}")
+            raise Preempted(f"stopped by {signal.Signals(self.interrupted[0]).name}: {why}")
         now_s = time.monotonic()
-        if lost_s is None:
-            print(f"host {self.place.index} can't reach the meeting place {where} and tries for {JOIN_S:g} s",
-                  file=sys.stderr, flush=True)
-            return now_s
-        if now_s - lost_s > JOIN_S:
-            raise PeerLost(f"host {self.place.index} could not reach the meeting place {where} for {JOIN_S:g} s: "
-                           f"{error}", hint="the same command on this host joins the run again") from error
-        time.sleep(1.0)
-        return lost_s
+        if self.lost_s is None:
+            self.lost_s = now_s
+            print(f"host {self.place.index}: {why}; it tries for {JOIN_S:g} s", file=sys.stderr, flush=True)
+        if now_s - self.lost_s > JOIN_S:
+            raise PeerLost(f"host {self.place.index} found no meeting place for {JOIN_S:g} s: {why}",
+                           hint="the same command on the host that is lost, or on this one, joins the run again; if a "
+                                "host is lost for good, --resume on those that are left, numbered from 0, goes on from "
+                                "the newest checkpoint") from error
+        time.sleep(_RETRY_S)
 
     def _be_agent(self, store: Any) -> None:
         """Take part until the run has ended, or the others can't be reached."""
         least_hosts = self.place.least_hosts or self.place.num_hosts
         handler = DynamicRendezvousHandler.from_backend(
-            _RUN, store, JsonBackend(store, timeout_s=max(self.silence_s, _CONNECT_S)), least_hosts,
-            self.place.num_hosts, address_towards(self.place.address), self.timeouts,
+            _RUN, store, JsonBackend(store, self.meeting.check, timeout_s=self.meeting.answer_s), least_hosts,
+            self.place.num_hosts, self.meeting.address, self.timeouts,
             keep_alive_interval=self.silence_s / 5,  # type: ignore[arg-type]  # it becomes a timedelta
             keep_alive_max_attempt=5)
         agent = _Agent(WorkerSpec(_RUN, self.num_ranks, handler, entrypoint=_RUN, max_restarts=self.restarts,
-                                  monitor_interval=_MONITOR_S), self, store)
+                                  monitor_interval=_MONITOR_S), self)
         try:
             result = agent.run(_RUN)
-            if not result.is_failed() or not agent.may_go_on_without:
-                handler.set_closed()
+            ends_run = not result.is_failed() or not agent.may_go_on_without
+            self.meeting.leave(ends_run=ends_run)
+            if ends_run:
+                with suppress(RendezvousConnectionError):  # the log says it too
+                    handler.set_closed()
             self._part(store, agent.num_hosts)
             if result.is_failed():
                 assert agent.cause is not None
                 raise RankFailed(agent.cause)
-        except (RendezvousClosedError, RendezvousGracefulExitError):
-            print(f"host {self.place.index}: the run has ended", file=sys.stderr, flush=True)
         except RendezvousTimeoutError as error:
-            raise PeerLost(f"fewer than {least_hosts} hosts have come within {JOIN_S:g} s",
+            raise PeerLost(f"fewer than {agent.least_hosts} hosts have come within {JOIN_S:g} s",
                            hint="each host runs the same command") from error
         finally:
             handler._stop_heartbeats()  # its thread says that this host is there; what torch has for it ends the run
@@ -239,7 +219,7 @@ class _ElasticHost:
         """Keep the store until the others need it no more."""
         with suppress(RuntimeError):
             left, until_s = store.add(f"{_RUN}/left", 1), time.monotonic() + _PARTED_S
-            while self.place.index == 0 and left < num_hosts and time.monotonic() < until_s:
+            while self.meeting.is_kept_here and left < num_hosts and time.monotonic() < until_s:
                 time.sleep(_MONITOR_S)
                 left = store.add(f"{_RUN}/left", 0)
 
@@ -250,9 +230,9 @@ class _Agent(SimpleElasticAgent):
     cause: why ranks ended last. num_hosts: that take part.
     """
 
-    def __init__(self, spec: WorkerSpec, host: _ElasticHost, store: Any) -> None:
+    def __init__(self, spec: WorkerSpec, host: _ElasticHost) -> None:
         super().__init__(spec)
-        self.host, self.shared_store = host, store
+        self.host = host
         self.cause: Failure | None = None
         self.num_hosts = 1
         self._failures: dict[int, Failure] = {}
@@ -267,21 +247,30 @@ class _Agent(SimpleElasticAgent):
         """Whether the others go on though this host leaves."""
         return bool(self.host.interrupted)
 
+    @property
+    def least_hosts(self) -> int:
+        """With which the run goes on."""
+        place = self.host.place
+        return max(place.least_hosts or place.num_hosts, self.host.meeting.standing.least_hosts)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        settings = worker_group.spec.rdzv_handler.settings  # type: ignore[attr-defined]
+        object.__setattr__(settings, "min_nodes", self.least_hosts)  # frozen, and each start has a majority of its own
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         host, store, place = self.host, worker_group.store, self.host.place
         assert store is not None and worker_group.group_rank is not None
-        if worker_group.group_rank == 0:
-            store.set("start", str(self.shared_store.add(f"{_RUN}/starts", 1)))
-        number = int(store.get("start"))
         self.num_hosts = worker_group.group_world_size or 1
+        number = self._begin_start(store, worker_group.group_rank)
+        standing, address = host.meeting.standing, host.meeting.address or place.address
         self._failures, self._finished, self._stopping_s, self._told = {}, set(), None, False
         self._first_rank = worker_group.workers[0].global_rank
-        host.timeouts.has_begun = True
+        host.timeouts.has_begun, host.lost_s = True, None
         host.watch.number_from(self._first_rank)
-        print(f"host {place.index} ({address_towards(place.address)}): start {number} of the run, with "
+        print(f"host {place.index} ({address}): start {number} of the run, with "
               f"{self.num_hosts} of {place.num_hosts} hosts", file=sys.stderr, flush=True)
-        copies = host.copies and asdict(replace(
-            host.copies.address, host=address_towards(place.address) or place.address))
+        copies = host.copies and asdict(replace(host.copies.address, host=address))
         pids: dict[int, Any] = {}
         with signals.held():
             for worker in worker_group.workers:
@@ -292,12 +281,26 @@ class _Agent(SimpleElasticAgent):
                 host.processes.tell(slot, Message(0, "start", slot, {"copies": copies, "environ": {
                     "RANK": str(worker.global_rank), "WORLD_SIZE": str(worker.world_size), "LOCAL_RANK": str(slot),
                     "LOCAL_WORLD_SIZE": str(host.num_ranks), "GROUP_RANK": str(worker_group.group_rank),
-                    "MASTER_ADDR": place.address, "MASTER_PORT": str(place.port),
+                    "MASTER_ADDR": standing.address, "MASTER_PORT": str(standing.port),
                     "TORCHELASTIC_USE_AGENT_STORE": str(True), "TORCHELASTIC_RESTART_COUNT": str(number - 1)}}))
                 pids[slot] = host.processes.pid(slot)
             if host.interrupted:
                 host.processes.signal(signal.SIGTERM)
         return pids
+
+    def _begin_start(self, store: Any, group_rank: int) -> int:
+        """The number of a start of the ranks on all hosts that are here.
+
+        Raises:
+            RendezvousConnectionError: they are no majority.
+        """
+        store.set(f"host/{group_rank}", str(self.host.place.index))
+        if group_rank == 0:
+            here = [int(text) for text in store.multi_get([f"host/{rank}" for rank in range(self.num_hosts)])]
+            store.set("start", str(self.host.meeting.start(here)))
+        if not (number := int(store.get("start"))):
+            raise RendezvousConnectionError(f"{self.num_hosts} hosts are here, and may not go on without the others")
+        return number
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Ranks that work save at their step's end, because a host joins the run; others have lost one, and end."""

@@ -20,7 +20,8 @@ from paceline.verbs.chosen import is_auto
 
 def train_on_hosts(place: Host, plan: str | Plan | None, train: Callable[..., Any], *, run: str | Path | None,
                    procs: int | None, patience_s: float, restarts: int | None) -> dict[str, Any] | None:
-    """Train as this host's part of a run, until the run has ended. Returns the run's figures on the first host.
+    """Train as this host's part of a run, until the run has ended. Returns the run's figures on the
+    host that keeps the meeting place by then.
 
     Args:
         plan: For all hosts. With fewer the run goes on under `resized` plans, which are known before it begins; without
@@ -35,6 +36,7 @@ def train_on_hosts(place: Host, plan: str | Plan | None, train: Callable[..., An
         raise UsageError("a run on hosts that come and go needs a run folder that all of them see", hint="--run DIR")
     from paceline.accelerators import gpus
     from paceline.launch.elastic import run_host
+    from paceline.launch.meeting import MeetingPlace
 
     given = None if plan is None or is_auto(plan) else Plan.read(plan)
     num_ranks = place.ranks(given.world_size if given is not None else procs, len(gpus()))
@@ -49,10 +51,11 @@ def train_on_hosts(place: Host, plan: str | Plan | None, train: Callable[..., An
     def body() -> None:
         train(plans[int(os.environ["WORLD_SIZE"])])
 
+    meeting = MeetingPlace(place, Path(run), patience_s=patience_s)
     try:
-        run_host(place, num_ranks, body, patience_s=patience_s, restarts=RESTARTS if restarts is None else restarts)
+        run_host(meeting, num_ranks, body, patience_s=patience_s, restarts=RESTARTS if restarts is None else restarts)
     except RankFailed as failed:
-        if place.index == 0:
+        if meeting.is_kept_here:
             folder.write_failure(Path(run), str(given), failed)
         raise
-    return folder.read_summary(Path(run)) if place.index == 0 else None
+    return folder.read_summary(Path(run)) if meeting.is_kept_here else None
