@@ -62,7 +62,7 @@ def drawn(seed: int, *, num_faults: int, cuts: bool) -> tuple[str, list[Fault]]:
     if not cuts or not num_faults:
         return plan, draw(num_faults, seed=seed, world_size=pl.Plan.parse(plan).world_size, steps=STEPS, kinds=kinds)
     is_back = source.random() < 0.5
-    cut = Fault("cut", source.randint(1, 2), source.randint(2, STEPS - 4), heals_s=BACK_S if is_back else None)
+    cut = Fault("cut", source.randint(0, 2), source.randint(2, STEPS - 4), heals_s=BACK_S if is_back else None)
     rest = draw(num_faults - 1, seed=seed, world_size=2, steps=STEPS, kinds=kinds)
     return plan, [cut, *rest]
 

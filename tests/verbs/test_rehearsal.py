@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.launch.faults import KINDS, Kind
+from paceline.launch.faults import KINDS, Fault, Kind
 from paceline.launch.namespaces import NoNamespaces
+from paceline.verbs.rehearsal_on_hosts import HostsRehearsal
 
 SURVIVED: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "flip")  # replicas find that, and it stays
 
@@ -67,8 +68,18 @@ def test_random_faults(tmp_path, seed: int):
     assert outcome.passed, outcome.describe()
 
 
+@pytest.mark.parametrize(("plan", "faults"), [("data=2", "cut 0@5"), ("data=4", "cut 1@3, cut 0@5, cut 2@9")])
+def test_cuts_that_leave_no_majority_are_refused(tmp_path, plan: str, faults: str):
+    """Of two hosts the first can't be lost; of four, the last cut leaves one of two, without the host that went on."""
+    asked = tuple(map(Fault.read, faults.split(", ")))
+    with pytest.raises(pl.PacelineError, match=f"'{asked[-1]}' leaves 1 of 2 hosts, which is no majority"):
+        HostsRehearsal(pl.Plan.parse(plan), lambda *_: None, tmp_path, asked, 4.0, None).launch()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "faults"), [("data=3", ["cut 2@6"]), ("shard=3", ["cut 1@6+8", "kill 0@9"])])
+@pytest.mark.parametrize(("plan", "faults"), [
+    ("data=3", ["cut 2@6"]), ("data=3", ["cut 0@6"]), ("shard=3", ["cut 1@6+8", "kill 0@9"]),
+    ("shard=3", ["cut 0@6+12"])])
 def test_hosts_that_are_cut_off(tmp_path, plan: str, faults: list[str]):
     """The others go on, under a plan for fewer ranks until the host is back."""
     try:

@@ -16,6 +16,7 @@ from paceline.launch.faults import Fault
 from paceline.launch.fork import die_with, end_openmp_threads
 from paceline.launch.hosts import Host
 from paceline.launch.namespaces import NetworkHost, network_hosts
+from paceline.launch.succession import Standing
 from paceline.planner.resized import resized
 from paceline.plans import Plan
 from paceline.verbs.hosts import train_on_hosts
@@ -59,9 +60,17 @@ class HostsRehearsal:
         return max(ended, key=lambda end: end[0])
 
     def _refuse(self) -> None:
-        if 0 in self.lost:
-            raise UsageError("host 0 keeps the place where hosts meet, and a run can't go on without it",
-                             hint="--cut 1@STEP, or --cut 0@STEP+SECONDS, after which it is back")
+        """Hosts are lost one after another, and those that are left must be a majority each time."""
+        standing = Standing(members=frozenset(range(self.plan.world_size)), has_ended=False)
+        for fault in sorted(self.faults, key=lambda fault: fault.step):
+            if fault.kind == "cut" and fault.heals_s is None and fault.rank in standing.members:
+                left = standing.members - {fault.rank}
+                if not standing.is_enough(left):
+                    raise UsageError(f"'{fault}' leaves {len(left)} of {len(standing.members)} hosts, which is no "
+                                     "majority, and they may not go on",
+                                     hint=f"{fault}+SECONDS, after which it is back, or a plan of more ranks")
+                keeper = standing.keeper if standing.keeper in left else min(left)
+                standing = replace(standing, members=left, keeper=keeper)
         resized(self.plan, self.plan.world_size - len(self.lost))
 
     def _start(self, index: int, host: NetworkHost, address: str) -> tuple[Any, Connection]:
