@@ -225,7 +225,8 @@ def test_the_reference_has_the_figures_of_the_code():
     constants = {
         "`MICROBATCH_S` | {:g} ms": 1e3 * MICROBATCH_S, "`THREAD_EFFICIENCY` | {:g} ": THREAD_EFFICIENCY,
         "`CPU_HOLES` | {:g} of": CPU_HOLES, "`CPU_HOLES_LEAN` | {:g} of": CPU_HOLES_LEAN,
-        "`CPU_HOLES_ADDED` | {:g} of": CPU_HOLES_ADDED, "CPUs alone | {:g} |": RATES_SPREAD, "GPUs of this machine | {:g} |": GPU_SPREAD,
+        "`CPU_HOLES_ADDED` | {:g} of": CPU_HOLES_ADDED, "CPUs alone | {:g} |": RATES_SPREAD,
+        "GPUs of this machine | {:g} |": GPU_SPREAD,
         "itself was calibrated | {:g} |": SPREAD["itself"], "kind was calibrated | {:g} |": SPREAD["kind"],
         "other kinds only | {:g} |": SPREAD["nothing"]}
     for words, value in constants.items():
