@@ -24,7 +24,6 @@ from typing import Any, get_origin
 from paceline.choices import chosen
 from paceline.errors import JobError, PacelineError, UsageError, nearest
 from paceline.job import Job
-from paceline.launch.fork import ask_forks_about_cuda
 
 DEFAULT_FUNCTION = "job"
 
@@ -118,6 +117,8 @@ def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
         JobError: the file or its function can't be used.
         UsageError: this is no job at all.
     """
+    from paceline.launch.fork import ask_forks_about_cuda
+
     ask_forks_about_cuda()
     if isinstance(job, str | Path):
         job = JobFile.parse(str(job))
@@ -298,6 +299,8 @@ def _run(path: Path) -> types.ModuleType:
 
     It is compiled here and not cached: Python's cache takes an edit within the same second for the old file.
     """
+    from paceline.launch.fork import ask_forks_about_cuda
+
     name = "paceline_job_" + re.sub(r"\W", "_", path.stem)
     try:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
