@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
-from preloaded import OF_FORKS
+from preloaded import OF_FORKS, use_huge_pages
 
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
@@ -56,6 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of many plans have a small form; the longest files come first."""
     _leave_small_forms(items)
     gc.freeze()  # the tests' own modules: a collection, in forks too, would go through them and write to each page
+    use_huge_pages()
     place = {_HERE / name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
