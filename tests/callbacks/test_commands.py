@@ -15,14 +15,15 @@ from callback_jobs import JOB
 
 import paceline as pl
 from paceline.jobfile import JobFile
+from tests.commands import as_ranks
 
 pytestmark = pytest.mark.timeout(180)
 BIN = Path(sys.executable).parent
 
 
-def command(tmp_path: Path, *, run: str, launcher: tuple[str, ...] = ()) -> list[str]:
+def command(tmp_path: Path, *, run: str) -> list[str]:
     (tmp_path / "net.py").write_text(JOB)
-    return [*launcher, sys.executable, "-m", "paceline", "train", str(tmp_path / "net.py"), "--plan", "data=2",
+    return [sys.executable, "-m", "paceline", "train", str(tmp_path / "net.py"), "--plan", "data=2",
             "--check", "no", "--run", str(tmp_path / run)]
 
 
@@ -30,12 +31,16 @@ def environment(planted: str = "") -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PLANTED": planted}
 
 
-def test_under_torchrun_they_run_on_the_first_rank_alone(tmp_path: Path):
+@pytest.mark.parametrize("launcher", ["its environment", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_under_torchrun_they_run_on_the_first_rank_alone(tmp_path: Path, launcher: str):
     """They hear the same as of one device, once, and the run stops after the same step."""
-    launched = subprocess.run(
-        command(tmp_path, run="run", launcher=(str(BIN / "torchrun"), "--nproc-per-node", "2", "--no-python", "--")),
-        env=environment(), capture_output=True, text=True, timeout=150)
-    assert launched.returncode == 0, launched.stderr
+    words = command(tmp_path, run="run")
+    if launcher == "torchrun":
+        launched = subprocess.run([str(BIN / "torchrun"), "--nproc-per-node", "2", "--no-python", "--", *words],
+                                  env=environment(), capture_output=True, text=True, timeout=150)
+        assert launched.returncode == 0, launched.stderr
+    else:
+        as_ranks(words[3:], tmp_path)
     alone = pl.train(JobFile.parse(str(tmp_path / "net.py"), {}), "single", run=tmp_path / "alone", check=False)
     assert alone["steps"] < 60
     diary = (tmp_path / "run" / "diary.txt").read_text()

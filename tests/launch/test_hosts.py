@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from paceline.errors import ClusterError
 from paceline.launch.agent import exit_code
 from paceline.launch.hosts import Host, host
+from tests.commands import as_ranks
 
 # Recorded: what Kubeflow Trainer v2 gives the second of two nodes, and SkyPilot the second of two.
 KUBEFLOW = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_PORT": "29400",
@@ -106,16 +107,11 @@ def free_port() -> int:
 @pytest.mark.timeout(120)
 def test_a_server_and_a_worker_that_a_launcher_starts_both_end_well(tmp_path: Path):
     """Rank 0 of servers alone has the run's figures. The others end with 0 all the same."""
-    job, port = Path(__file__).parents[2] / "examples" / "01_digits.py", str(free_port())
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-              "OMP_NUM_THREADS": "1"}
-    commands = [subprocess.Popen(
-        [sys.executable, "-m", "paceline", "train", str(job), "--set", "width=2", "--steps", "2", "--check", "no",
-         "--plan", "server=1 workers=1", "--run", str(tmp_path / "run"), "--json"], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
-    first, second = (command.communicate(timeout=100)[0] for command in commands)
-    assert [command.returncode for command in commands] == [0, 0]
-    assert json.loads(first)["steps"] == 2 and second == ""
+    job = Path(__file__).parents[2] / "examples" / "01_digits.py"
+    first, second = as_ranks(
+        ["train", str(job), "--set", "width=2", "--steps", "2", "--check", "no", "--plan", "server=1 workers=1",
+         "--run", str(tmp_path / "run"), "--json"], tmp_path)
+    assert json.loads(first.stdout.read_text())["steps"] == 2 and second.stdout.read_text() == ""
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from paceline.proof.reference import ALL_KINDS, write_reference
 from paceline.runtime.window import WindowWork
 from paceline.strategies.data.run import GradientBuckets
 from paceline.verbs import checks
+from tests.commands import as_ranks
 
 pytestmark = pytest.mark.checked_runs
 
@@ -398,7 +399,17 @@ class Scaled(torch.nn.Linear):
 def job""").replace("torch.nn.Linear(width, 3)", "Scaled(width, 3)")
 
 
-@pytest.mark.sweep(1)
+def test_ranks_of_a_launcher_are_checked(tmp_path: Path) -> None:
+    """Rank 0 checks for all of them."""
+    (tmp_path / "job.py").write_text(FILE)
+    first, _ = as_ranks(["train", str(tmp_path / "job.py"), "--plan", "data=2", "--run", str(tmp_path / "run")],
+                        tmp_path)
+
+    assert "one device's" in first.stdout.read_text() + first.stderr.read_text()
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "said"), [(FILE, "one device's"), (RANK_AWARE, "is not what one device computes")])
 def test_ranks_of_torchrun_are_checked(text: str, said: str, tmp_path: Path) -> None:
     """Rank 0 checks for all of them; no rank trains what it refuses."""

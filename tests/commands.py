@@ -1,0 +1,71 @@
+"""`paceline` commands as forks of the test's process: they begin at once, as nothing is imported anew."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class Command:
+    """A command that runs, with a session of its own. What it prints lies in two files of the folder."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+        folder.mkdir()
+        self.stdout, self.stderr = folder / "stdout", folder / "stderr"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(words, env)
+
+    def _run(self, words: Sequence[str], env: Mapping[str, str]) -> None:
+        code = 1
+        try:
+            os.setsid()
+            for descriptor, file in ((1, self.stdout), (2, self.stderr)):
+                os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)
+            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = ["paceline", *words]
+
+            from paceline.cli import main
+
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    def wait(self, timeout_s: float = 100.0) -> int:
+        """Its exit code; a command that takes longer is killed."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > until_s:
+                os.killpg(self.pid, 9)
+            time.sleep(0.02)
+
+
+def as_ranks(words: Sequence[str], folder: Path, *, num_ranks: int = 2) -> list[Command]:
+    """The command once for each rank of this host, told so as torchrun tells its own; and their ends are awaited."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    size = str(num_ranks)
+    common = {**os.environ, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started = [Command(words, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, folder / f"command-{rank}")
+               for rank in range(num_ranks)]
+    codes = [command.wait() for command in started]
+    assert codes == [0] * num_ranks, "\n".join(command.stderr.read_text() for command in started)
+    return started
