@@ -219,9 +219,9 @@ def test_sparse_gradients_travel_by_the_same_rules(plan: str):
 
 
 @pytest.mark.parametrize(("plan", "job"), [
-    ("shard=2", two_models_job), ("pipeline=2", two_models_apart_job), *(
+    ("shard=2", two_models_job), *(
         pytest.param(plan, job, marks=pytest.mark.slow) for plan, job in (
-            ("data=2", two_models_job),
+            ("data=2", two_models_job), ("pipeline=2", two_models_apart_job),
             ("data=2 shard=2", two_models_job), ("shard=2 zero=2", two_models_job),
             ("data=2 accumulate=2", two_models_job), ("tensor=2", two_models_apart_job),
             ("pipeline=2 data=2", two_models_apart_job), ("place=auto parts=2", two_models_apart_job)))])

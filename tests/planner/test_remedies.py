@@ -46,6 +46,7 @@ def wide_job(**fields: Any) -> pl.Job:
                      "optimizer": lambda named: torch.optim.AdamW(named), **fields})
 
 
+@pytest.mark.slow  # test_every_nothing_fits_names_changes stays
 @pytest.mark.timeout(240)
 def test_each_change_is_the_smallest_of_its_kind_that_fits(folder: Path) -> None:
     """Every one is priced and fits; a smaller one of the same kind would not do."""

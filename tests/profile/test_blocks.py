@@ -332,8 +332,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
 """
 
 
-@pytest.mark.parametrize(("model", "rank"), [pytest.param("whole", 0, marks=pytest.mark.slow), ("whole", 16),
-                                             pytest.param("by value", 0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # as tests/profile/test_trace.py, where a large model costs no memory
+@pytest.mark.parametrize(("model", "rank"), [("whole", 0), ("whole", 16), ("by value", 0)])
 def test_planning_a_model_of_many_gigabytes_takes_little_memory(model: str, rank: int):
     """39 GB of float32, in a process that may have 4 GB; less than half of one is taken."""
     ran = subprocess.run([sys.executable, "-c", LIMITED, model, str(rank)], capture_output=True, text=True)

@@ -122,7 +122,7 @@ def teacher(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plans", [("data=3",), ("shard=2", "data=2"), ("tensor=2",), ("pipeline=2",), ("shard=2",)])
 def test_every_plan_computes_what_a_loop_by_hand_does(teacher: Path, plans: tuple[str, ...], tmp_path: Path) -> None:
     """And a run goes on under another plan, in the middle of a phase and of an epoch."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_models import Fused, Stack, StackedExperts, job_of, laid_out
+from tensor_models import Fused, Points, Stack, StackedExperts, job_of, laid_out
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -190,8 +190,8 @@ def kept_bytes(stepper: Any) -> int:
 
 def test_what_lies_between_is_cut_along_the_sequence(run_ranks: Callable[..., Any], small_sequences: None,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms and residual sums of a part of the sequence are kept; where it doesn't divide they are whole."""
-    job = job_of(lambda: Stack(Fused(width=24), Fused(width=24), width=24))
+    """A norm and residual sums of a part of the sequence are kept; where it doesn't divide they are whole."""
+    job = job_of(lambda: Stack(Fused(width=24), width=24))
 
     def body(context: Any) -> tuple[list[str], int]:
         stepper = laid_out(job, "tensor=2", context)
@@ -201,9 +201,9 @@ def test_what_lies_between_is_cut_along_the_sequence(run_ranks: Callable[..., An
     monkeypatch.setattr(SplitPiece, "_has_sequence", lambda self, value: False)
     without = run_ranks(body, 2)[0]
 
-    assert with_parts[0] == ["blocks.0", "blocks.1"] and without[0] == []
-    # Two norms, each half of its input of 4 x 6 x 24 and of the mean and deviation of 4 x 6, in float32.
-    assert without[1] - with_parts[1] == 2 * 4 * (4 * 6 * 24 + 2 * 4 * 6) // 2
+    assert with_parts[0] == ["blocks.0"] and without[0] == []
+    # Of the norm half of its input of 4 x 6 x 24 and of the mean and deviation of 4 x 6, in float32.
+    assert without[1] - with_parts[1] == 4 * (4 * 6 * 24 + 2 * 4 * 6) // 2
 
 
 def parts_of(stepper: Any, samples: int = 4) -> list[tuple[str, tuple[int, ...]]]:
@@ -255,14 +255,16 @@ def test_cut_values_between_blocks_compute_the_same(plan: str, small_sequences: 
 
 
 def test_a_sequence_that_does_not_divide(run_ranks: Callable[..., Any], small_sequences: None) -> None:
-    """Six places are no part for each of four ranks: what lies inside of blocks and between them is computed whole."""
-    job = job_of(lambda: Stack(Fused(width=16, heads=4), Fused(width=16, heads=4), width=16))
+    """Five places are no parts for two ranks: what lies inside of blocks and between them is computed whole."""
+    points = Points()
+    job = job_of(lambda: Stack(Fused(width=24), Fused(width=24), width=24),
+                 data=[(x[:5], target) for x, target in map(points.__getitem__, range(len(points)))])
 
     def body(context: Any) -> Any:
-        stepper = laid_out(job, "tensor=4", context)
+        stepper = laid_out(job, "tensor=2", context)
         return stepper.layout.report.document["sequence"], parts_of(stepper)
 
-    assert run_ranks(body, 4)[0] == [[], []]
+    assert run_ranks(body, 2)[0] == [[], []]
 
 
 class Flat(nn.Module):

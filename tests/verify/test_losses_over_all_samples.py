@@ -59,21 +59,26 @@ class Counts(nn.Module):
         return self.net(x) * self.calls
 
 
-def test_verify_certifies_it_and_catches_rows_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two views of each sample, of three replicas, the last of which has a short window."""
-    found, = paceline.verify(training_loops.simclr(), ["data=3"], steps=2, resume="no")
+@pytest.mark.parametrize("plan", ["data=2", pytest.param("data=3", marks=pytest.mark.slow)])
+def test_verify_certifies_it_and_catches_rows_that_are_left_out(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two views of each sample; the last of three replicas has a short window."""
+    found, = paceline.verify(training_loops.simclr(), [plan], steps=2, resume="no")
     assert found.verdict == "passed", found.reason
 
     monkeypatch.setattr("paceline.strategies.mesh.Mesh.is_first_of_same_samples", False)
-    found, = paceline.verify(training_loops.simclr(), ["data=3"], steps=2, resume="no")
+    found, = paceline.verify(training_loops.simclr(), [plan], steps=1, resume="no")
     assert found.verdict == "failed"
 
 
 def test_a_loss_with_a_count_of_its_own_in_micro_batches_and_shards() -> None:
-    """(sum, count) of all samples, and a BatchNorm whose statistics move once a step and not once a forward."""
+    """(sum, count) of all samples."""
     plans = paceline.verify(job(small(outputs=4)), ["single accumulate=3", "data=2 shares=3:1"], steps=2, resume="no")
     assert [each.verdict for each in plans] == ["passed", "passed"], [each.reason for each in plans]
 
+
+@pytest.mark.slow
+def test_a_batch_norm_under_such_a_loss() -> None:
+    """Its statistics move once a step and not once a forward."""
     even = TensorDataset(numbers(48, FEATURES), integers(3, 48))  # a BatchNorm can't take one sample
     coupled, = paceline.verify(job(with_batch_norm, data=even), ["data=2 accumulate=2"], steps=2, resume="no")
     assert coupled.verdict == "coupled", coupled.reason

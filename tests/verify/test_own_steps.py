@@ -84,13 +84,14 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "self_distillation" else pytest.mark.slow)
-                                  for name in (*JOBS, "memory_queue")])
-def test_verify_certifies_a_step_and_catches_a_planted_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three replicas; the second window is short."""
-    assert certificate(name, "data=3").verdict == "passed"
+@pytest.mark.parametrize(("name", "plan"), [("self_distillation", "data=2"), *(
+    pytest.param(name, "data=3", marks=pytest.mark.slow) for name in (*JOBS, "memory_queue"))])
+def test_verify_certifies_a_step_and_catches_a_planted_bug(name: str, plan: str,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of unequal windows."""
+    assert certificate(name, plan, steps=2 if plan == "data=2" else 3).verdict == "passed"
     PLANTED[name](monkeypatch)
-    assert certificate(name, "data=3", steps=2).verdict == "failed"
+    assert certificate(name, plan, steps=2).verdict == "failed"
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -158,9 +159,11 @@ def _with_a_tenth(self: ServerState, name: str, *, clip: float,
 @pytest.mark.parametrize(("name", "plan"), [("self_distillation", "server=2 workers=2"), *(
     pytest.param(name, "server=2 workers=3", marks=pytest.mark.slow) for name in (*JOBS, "three_models"))])
 def test_servers_make_each_update_of_a_step(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices of Muon are whole on one server each; a follower's rows lie beside its source's."""
-    assert certificate(name, plan, steps=2 if plan == "server=2 workers=2" else 3).verdict == "passed"
-    if name in SERVED:
+    """Matrices of Muon are whole on one server each; a follower's rows lie beside its source's. Of three workers also
+    that a planted bug is found."""
+    is_small = plan == "server=2 workers=2"
+    assert certificate(name, plan, steps=2 if is_small else 3).verdict == "passed"
+    if name in SERVED and not is_small:
         SERVED[name](monkeypatch)
         assert certificate(name, "server=2 workers=2", steps=2).verdict == "failed"
 

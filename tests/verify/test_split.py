@@ -149,6 +149,7 @@ def test_a_dropped_microbatch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gradient of 'layers.0." in said(make_job(Mlp), "pipeline=2")
 
 
+@pytest.mark.slow
 def test_a_scaled_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage's gradients come out larger by a thousandth."""
     right = Stages.finish
