@@ -19,8 +19,8 @@ REPEATED = ("single", "data=2", "shard=2", "tensor=2")
 def proof(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool],
           names: Sequence[str] = JOBS,
           jobs: int = 1) -> list[dict[str, Any]]:
-    """A row for each job and each plan: what `verify` says, or whether two runs with deterministic=yes have the same
-    weights. Two ranks share the only GPU.
+    """A row for each job and each plan: what `verify` says of those that the GPUs are enough for, and whether two runs
+    with deterministic=yes have the same weights. In these, two ranks share the only GPU.
 
     Args:
         jobs: How many commands run at a time.
@@ -36,9 +36,8 @@ def proof(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[
 
 def _certificates(gpus: int, folder: Path, python: Sequence[str], job: str) -> list[dict[str, Any]]:
     run = folder / f"proof-{job.replace(' ', '-')}"
-    devices = f"cuda:0-{min(gpus, 4) - 1}" if gpus > 1 else "2xcuda:0"
     ended = command.run([*python, "-m", "paceline", "verify", f"{Path(__file__).with_name('jobs.py')}:job", "--set",
-                         f"name={job}", "--devices", devices, "--run", str(run), "--json"],
+                         f"name={job}", "--devices", f"cuda:0-{min(gpus, 4) - 1}", "--run", str(run), "--json"],
                         timeout_s=2 * command.TIMEOUT_S)
     if not (run / "certificate.json").exists():
         return [{"job": job, "plan": "", "verdict": "failed", "reason": ended.reason, "said": ended.said}]
