@@ -189,6 +189,18 @@ def test_the_newest_copy_is_the_last_that_all_ranks_made():
     copies.close()
 
 
+def test_a_copy_of_a_gpu_counts_until_it_is_in_pinned_memory(monkeypatch: pytest.MonkeyPatch):
+    """A thread writes it beside the steps. The first one also pins the memory, and does not count: on an H200, it put
+    copies hundreds of steps apart."""
+    copier = Copier(_Context(0), None, 2)  # type: ignore[arg-type]
+    copier._staging = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment]
+    monkeypatch.setattr(copier, "_write", lambda *what: time.sleep(0.2))
+    copier._write_staged(1, [], b"", None)
+    assert not copier._latest_s
+    copier._write_staged(2, [], b"", time.perf_counter())
+    assert len(copier._latest_s) == 1 and copier._latest_s[0] < 0.1 and copier._error is None
+
+
 def test_one_slow_copy_does_not_put_copies_apart():
     """Other work on the machine delays one now and then: the median of the latest counts."""
     copier = Copier(_Context(0), None, 2)  # type: ignore[arg-type]

@@ -160,7 +160,7 @@ def ask_forks_about_cuda() -> None:
     kind = _asked_of_forks(lambda **options: str(accelerator(**options) or ""))
     torch.accelerator.current_accelerator = lambda check_available=False: (
         accelerator(check_available) if not is_before_use()
-        else torch.device(found) if (found := kind(check_available=check_available)) else None)
+        else torch.device(name) if (name := kind(check_available=check_available)) else None)
 
 
 def _is_before_use(pid: int) -> bool:

@@ -37,7 +37,7 @@ from paceline.strategies.stages.cost import RankCost
 RATES_SPREAD = 1.05
 # The same where the job's own operators were timed one by one.
 TIMED_SPREAD = 0.4
-# The same on GPUs of this machine: from six steps on an H200, off by -28 to +14 %; see docs/formulas.md.
+# The same on GPUs of this machine: five of six steps on an H200 lie within it; see docs/formulas.md.
 GPU_SPREAD = 0.35
 
 

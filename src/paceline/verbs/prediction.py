@@ -65,8 +65,10 @@ def price(job: Job, asked: Resolved, chosen: Chosen, *, snapshot: bool) -> Price
     def look() -> Any:
         from paceline.planner.ranks import gpu_rates
 
-        with suppress(RuntimeError):  # kept for the prediction: once ranks run, a measurement would be in their way
-            gpu_rates(asked.cluster.devices[-1])
+        if asked.cluster.devices[-1].kind == "cuda":
+            # Kept for the prediction: once ranks run, a measurement would be in their way.
+            with suppress(RuntimeError):
+                gpu_rates(asked.cluster.devices[-1])
         checked = _checked(priced)
         return plain((checked.problem, checked.profile))
 
