@@ -73,16 +73,16 @@ class Between:
 
 
 class Encrypted:
-    """A server that hears one message of each peer."""
+    """A server that hears one message of each peer, and closes the connection."""
 
     def __init__(self, identity: Identity | None) -> None:
         self.heard: queue.Queue[bytes | WireError] = queue.Queue()
-        self.welcomed: queue.Queue[Connection] = queue.Queue()
+        self.welcomed: list[Peer] = []
         self.encrypts = identity is not None
         self.door = Acceptor(listen("127.0.0.1"), self._hear, secret=SECRET, layout=LAYOUT, identity=identity)
 
     def _hear(self, connection: Connection, peer: Peer) -> None:
-        self.welcomed.put(connection)
+        self.welcomed.append(peer)
         try:
             header = connection.receive()
             data = bytearray(header.length)
@@ -90,11 +90,11 @@ class Encrypted:
             self.heard.put(bytes(data))
         except WireError as error:
             self.heard.put(error)
+        finally:
+            connection.close()
 
     def close(self) -> None:
         self.door.close()
-        while not self.welcomed.empty():
-            self.welcomed.get().close()
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_who_ends_tls_between_them_is_refused(start: Callable[[bool], Encrypted]
     while server.door.refused != 1:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    assert server.welcomed.empty()
+    assert not server.welcomed
 
 
 def test_a_server_that_passes_for_another_is_refused():
