@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -10,17 +11,23 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.launch.namespaces import NetworkHost
+
 
 class Command:
     """A command that runs, with a session of its own. What it prints lies in two files of the folder."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], folder: Path, *,
+                 host: NetworkHost | None = None) -> None:
         folder.mkdir()
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            gc.freeze()  # what the test's process has left, such as Ray's, is not to be collected here
+            if host is not None:
+                host.enter()
             self._run(words, env)
 
     def _run(self, words: Sequence[str], env: Mapping[str, str]) -> None:
@@ -57,15 +64,21 @@ class Command:
             time.sleep(0.02)
 
 
-def as_ranks(words: Sequence[str], folder: Path, *, num_ranks: int = 2) -> list[Command]:
-    """The command once for each rank of this host, told so as torchrun tells its own; and their ends are awaited."""
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    size = str(num_ranks)
-    common = {**os.environ, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    started = [Command(words, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, folder / f"command-{rank}")
-               for rank in range(num_ranks)]
+        return int(free.getsockname()[1])
+
+
+def as_ranks(words: Sequence[str], folder: Path, *, num_ranks: int = 2,
+             hosts: Sequence[NetworkHost] = ()) -> list[Command]:
+    """The command once for each rank of this host, or on each of the hosts, told so as torchrun tells its own; and
+    their ends are awaited."""
+    size, of_host = str(len(hosts) or num_ranks), str(1 if hosts else num_ranks)
+    common = {**os.environ, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": of_host, "OMP_NUM_THREADS": "1",
+              "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [Command(words, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % int(of_host))},
+                       folder / f"command-{rank}", host=hosts[rank] if hosts else None)
+               for rank in range(int(size))]
     codes = [command.wait() for command in started]
-    assert codes == [0] * num_ranks, "\n".join(command.stderr.read_text() for command in started)
+    assert codes == [0] * len(started), "\n".join(command.stderr.read_text() for command in started)
     return started

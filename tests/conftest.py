@@ -24,6 +24,7 @@ from paceline.errors import PacelineError
 from paceline.launch.imports import load_modules
 from paceline.launch.local import run_local
 from paceline.runtime.checkpoint import write_json
+from paceline.verbs import checks, prediction
 
 load_modules(OF_FORKS)
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
@@ -35,6 +36,7 @@ settings.load_profile("suite")
 
 collect_ignore = ["keras/keras_models.py", "trainer_callbacks.py"]  # a search for doctests would import them
 _HERE = Path(__file__).parent
+_CHECK, _PREDICT = checks.first_update, prediction._predict
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
               "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
 
@@ -87,19 +89,24 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture(autouse=True)
-def unchecked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs inside of tests are not held against one device first, but in tests that are marked for it."""
-    if not request.node.get_closest_marker("checked_runs"):
-        monkeypatch.setattr("paceline.verbs.checks.first_update", lambda *args, **options: None)
-
-
-@pytest.fixture(autouse=True)
-def unpredicted_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are they predicted: beside short runs that takes as long as they do."""
-    if not request.node.get_closest_marker("predicted_runs"):
-        monkeypatch.setattr("paceline.verbs.prediction._predict", lambda priced, run_dir: write_json(
+@pytest.fixture(autouse=True, scope="session")
+def plain_runs() -> Iterator[None]:
+    """Runs inside of tests, and of fixtures that tests share, are not held against one device first, nor are they
+    predicted: beside short runs that takes as long as they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "first_update", lambda *args, **options: None)
+        patch.setattr(prediction, "_predict", lambda priced, run_dir: write_json(
             run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def marked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But in tests that are marked for it."""
+    for mark, place, name, work in (("checked_runs", checks, "first_update", _CHECK),
+                                    ("predicted_runs", prediction, "_predict", _PREDICT)):
+        if request.node.get_closest_marker(mark):
+            monkeypatch.setattr(place, name, work)
 
 
 @pytest.fixture
@@ -107,6 +114,27 @@ def undrawn_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Searches draw no figures, which take longer than their trials, but in tests that are marked for it."""
     if not request.node.get_closest_marker("drawn_searches"):
         monkeypatch.setattr("paceline.study.report.draw", lambda study, objectives, run_dir: [])
+
+
+@pytest.fixture(scope="module")
+def charts_drawn_once() -> Iterator[None]:
+    """Of equal figures, which most pages of a file's tests have: a chart takes longer than all else of its page."""
+    drawn: dict[str, str] = {}
+
+    def once(draw: Callable[..., str]) -> Callable[..., str]:
+        def chart(*args: Any, **options: Any) -> str:
+            asked = repr((draw.__name__, args, options))
+            if asked not in drawn:
+                drawn[asked] = draw(*args, **options)
+            return drawn[asked]
+
+        return chart
+
+    charts = pytest.importorskip("paceline.reports.charts")
+    with pytest.MonkeyPatch.context() as patch:
+        for draw in (charts.lines, charts.stacked, charts.points):
+            patch.setattr(charts, draw.__name__, once(draw))
+        yield
 
 
 @pytest.fixture

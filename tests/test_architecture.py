@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from paceline.launch.imports import without_collector
 
 SRC = Path(__file__).resolve().parents[1] / "src" / "paceline"
 STRATEGY_FOLDERS = sorted(path.parent.name for path in SRC.glob("strategies/*/strategy.py"))
@@ -34,11 +37,32 @@ BEYOND_LIMITS = {
 }
 
 
+@cache
+def texts() -> dict[Path, str]:
+    return {path: path.read_text() for path in sorted(SRC.rglob("*.py"))}
+
+
+@cache
+def definitions() -> list[tuple[Path, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """All classes and functions, wherever they stand."""
+    found = []
+    with without_collector():
+        for path, text in texts().items():
+            statements: list[ast.AST] = [ast.parse(text)]
+            while statements:
+                for child in ast.iter_child_nodes(statements.pop()):
+                    if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                        found.append((path, child))
+                    if not isinstance(child, ast.expr):  # which holds no definition
+                        statements.append(child)
+    return found
+
+
 def lines(pattern: str, *, but: str) -> list[str]:
     """FILE: LINE of each line that matches, of files whose path doesn't."""
-    return [f"{path.relative_to(SRC)}: {line.strip()}" for path in sorted(SRC.rglob("*.py"))
+    return [f"{path.relative_to(SRC)}: {line.strip()}" for path, text in texts().items()
             if not re.match(but, str(path.relative_to(SRC)))
-            for line in path.read_text().splitlines() if re.search(pattern, line)]
+            for line in text.splitlines() if re.search(pattern, line)]
 
 
 @pytest.mark.parametrize("pattern", [
@@ -86,23 +110,21 @@ def test_each_folder_with_keys_of_plans_has_them_read():
 
 def test_no_public_class_name_stands_for_two_ideas():
     homes: dict[str, list[str]] = {}
-    for path in sorted(SRC.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(str(path.relative_to(SRC)))
+    for path, node in definitions():
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            homes.setdefault(node.name, []).append(str(path.relative_to(SRC)))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
 def test_functions_are_short_and_take_few_values():
     """At most 60 lines, and 8 parameters beside `self`: more belong together in a value that means something."""
     beyond = set()
-    for path in sorted(SRC.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                count = sum(argument.arg not in ("self", "cls") for argument in arguments)
-                if (node.end_lineno or 0) - node.lineno >= MOST_LINES or count > MOST_PARAMETERS:
-                    beyond.add(f"{path.relative_to(SRC)}: {node.name}")
+    for path, node in definitions():
+        if not isinstance(node, ast.ClassDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            count = sum(argument.arg not in ("self", "cls") for argument in arguments)
+            if (node.end_lineno or 0) - node.lineno >= MOST_LINES or count > MOST_PARAMETERS:
+                beyond.add(f"{path.relative_to(SRC)}: {node.name}")
     assert beyond - BEYOND_LIMITS == set()
 
 

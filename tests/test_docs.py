@@ -7,7 +7,9 @@ import doctest
 import re
 import shlex
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -190,12 +192,17 @@ def commands(page: Path) -> list[str]:
     return [line.partition("   #")[0] for line in lines if "[" not in line]
 
 
+@cache
+def command_line() -> Any:
+    return get_command(app)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_on_the_pages_are_understood(page: Path):
     """Every option that a page shows exists, and every plan can be read."""
     for line in commands(page):
         name, *words = shlex.split(line)
-        context = get_command(app).commands[name].make_context(name, words)
+        context = command_line().commands[name].make_context(name, words)
         plan = context.params.get("plan")
         for text in [plan] if isinstance(plan, str) else plan or []:
             if text != "auto" and not text.endswith(".json") and "gossip" not in text:

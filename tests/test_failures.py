@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.jobfile import JobFile
 from paceline.launch import local, watchdog
 from paceline.runtime.checkpoint import write
+from tests.commands import Command
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.usefixtures("nothing_left", "quick")]
 
@@ -584,12 +584,8 @@ def test_a_scheduler_at_any_moment(run_dir: Path, whole_run: Path, tmp_path: Pat
 # --- The command line ---------------------------------------------------------------------------------------------
 
 
-def command(*words: Any, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "paceline", "train", *map(str, words)], capture_output=True, text=True,
-                          cwd=folder, timeout=100)
-
-
 @pytest.mark.sweep(1)
+@pytest.mark.checked_runs
 @pytest.mark.parametrize(("fields", "words", "exit_code", "says"), [
     ({"loss": "lambda o, t: F.cross_entropy(o, t) * float('nan')"}, [], 1, "the loss is not a number (NaN) in step 1"),
     ({}, ["--set", "hiden=9"], 2, "error: unknown hyperparameter 'hiden', did you mean 'hidden'?"),
@@ -599,29 +595,30 @@ def command(*words: Any, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_exit_codes(tmp_path: Path, fields: dict[str, Any], words: list[str], exit_code: int, says: str):
     """Each kind of failure has its exit code; the message stands once on stderr, and stdout stays empty."""
     path = job_file(tmp_path, **fields)
-    done = command(path, "--plan", "data=2", "--run", "run", "--json", *words, folder=tmp_path)
-    assert done.returncode == exit_code, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.count(says) == 1
-    assert done.stderr.count("error: ") == 1
-    assert "Traceback" not in done.stderr
+    done = Command(["train", str(path), "--plan", "data=2", "--run", str(tmp_path / "run"), "--json", *words],
+                   os.environ, tmp_path / "command")
+    assert done.wait() == exit_code, done.stderr.read_text()
+    assert done.stdout.read_text() == ""
+    said = done.stderr.read_text()
+    assert said.count(says) == 1
+    assert said.count("error: ") == 1
+    assert "Traceback" not in said
     assert_nothing_half_written(tmp_path / "run")
 
 
 def test_ctrl_c(tmp_path: Path, wait_for: Callable[..., None]):
     """Ctrl-C in a terminal goes to every process: the run ends with 130 and a checkpoint, and no process is left."""
     path = job_file(tmp_path, steps=100_000)
-    words = [sys.executable, "-m", "paceline", "train", str(path), "--plan", "data=2", "--check", "no", "--run", "run"]
-    running = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True)
+    running = Command(["train", str(path), "--plan", "data=2", "--check", "no", "--run", str(tmp_path / "run")],
+                      os.environ, tmp_path / "command")
     wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
     ranks = psutil.Process(running.pid).children(recursive=True)
     os.killpg(running.pid, signal.SIGINT)
-    stdout, stderr = running.communicate(timeout=200)
-    assert running.returncode == 130, stderr
-    assert stdout == ""
-    assert re.search(r"stopped by .* after step \d+; a checkpoint is saved", stderr)
-    assert "Traceback" not in stderr
+    code, said = running.wait(), running.stderr.read_text()
+    assert code == 130, said
+    assert running.stdout.read_text() == ""
+    assert re.search(r"stopped by .* after step \d+; a checkpoint is saved", said)
+    assert "Traceback" not in said
     assert len(ranks) >= 2
     assert not psutil.wait_procs(ranks, timeout=60)[1]
     assert_nothing_half_written(tmp_path / "run")

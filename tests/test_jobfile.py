@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import subprocess
@@ -148,7 +149,23 @@ def test_a_file_is_read_afresh_at_every_load(write: Write, monkeypatch: pytest.M
 # --- Names that collide -----------------------------------------------------------------------------------------
 
 
-def test_files_named_like_packages_hide_nothing(write: Write, tmp_path: Path):
+def test_files_named_like_packages_hide_nothing(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """colorsys.py can be a job that imports colorsys, beside a sched.py and a stringprep.py that are not the real
+    ones."""
+    others = {"sched": "scheduler", "stringprep": "in_table_a1"}
+    for name, other in others.items():
+        write(f"{name}.py", f"raise RuntimeError('the wrong {other}')")
+    write("colorsys.py", header="import colorsys, sched, stringprep\nassert colorsys.rgb_to_hsv and "
+          + " and ".join(f"{name}.{other}" for name, other in others.items()))
+    for name in ("colorsys", *others):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert load("colorsys.py").steps == 1
+    assert importlib.import_module("colorsys").rgb_to_hsv
+
+
+@pytest.mark.slow
+def test_files_named_like_packages_of_ours_hide_nothing(write: Write, tmp_path: Path):
     """torch.py can be a job that imports torch, beside a random.py and a numpy.py that are not the real ones."""
     write("torch.py", header="import random, numpy, torch\nassert torch.tensor and random.random and numpy.array")
     for name in ("random.py", "numpy.py"):

@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,14 +50,20 @@ def train(run: Path, plan: str, job: pl.Job) -> Any:
     return pl.train(job, plan, run=run, check=False, table=False)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The undisturbed run under a plan, which tests share."""
+    return cache(lambda plan: Path(train(tmp_path_factory.mktemp("whole") / "run", plan, job_of(None, 0)).run))
+
+
 def gone_on_from(run: Path) -> list[int]:
     """The step that each launch went on from."""
     lines = map(json.loads, (run / "journal.jsonl").read_text().splitlines())
     return [line["after"] for line in lines if "after" in line]
 
 
-def equal_weights(tmp_path: Path, names: tuple[str, str] = ("whole", "run")) -> bool:
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in names)
+def equal_weights(tmp_path: Path, whole: Path | None = None) -> bool:
+    one, other = (load_file(run / "model.safetensors") for run in (whole or tmp_path / "whole", tmp_path / "run"))
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -76,17 +84,15 @@ SLOW_PLANS = ["pipeline=2 microbatches=2", "tensor=2", "place=auto parts=2", "da
 
 
 @pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW_PLANS)])
-def test_no_step_is_computed_again(tmp_path: Path, plan: str) -> None:
+def test_no_step_is_computed_again(tmp_path: Path, plan: str, whole: Callable[[str], Path]) -> None:
     """A rank is killed while it reads the samples of a step; weights are those of the undisturbed run, bit by bit."""
-    job = job_of(None, 0)
-    train(tmp_path / "whole", plan, job)
     replicas = {"data=2 shard=2": 4}.get(plan, 2 if plan.startswith(("data", "shard")) else 1)
     train(tmp_path / "run", plan, job_of(tmp_path / "killed", 8 * (KILLED_AT - 1) // replicas))
     assert (tmp_path / "killed").exists()
     lines = list(map(json.loads, (tmp_path / "run" / "journal.jsonl").read_text().splitlines()))
     applied = max(line["step"] for line in lines if line["launch"] == 1 and "step" in line)
     assert gone_on_from(tmp_path / "run") == [0, applied] and applied >= KILLED_AT - 2
-    assert equal_weights(tmp_path) and steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+    assert equal_weights(tmp_path, whole(plan)) and steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
 def test_buffers_are_those_of_the_step_before(tmp_path: Path) -> None:
@@ -113,17 +119,17 @@ def test_buffers_are_those_of_the_step_before(tmp_path: Path) -> None:
     assert gone_on_from(tmp_path / "run")[1] >= 3 and equal_weights(tmp_path)
 
 
-def test_ranks_that_are_lost_again_at_once(tmp_path: Path) -> None:
+def test_ranks_that_are_lost_again_at_once(tmp_path: Path, whole: Callable[[str], Path]) -> None:
     """Before the first copy of the next launch: what the one before has left is still there."""
-    def job(marks: Path | None) -> pl.Job:
+    def job(marks: Path) -> pl.Job:
         def net() -> nn.Module:
             model = job_of(None, 0).model()
             forward, calls = model[-1].forward, [0]
 
             def counted(x: torch.Tensor) -> torch.Tensor:
                 calls[0] += 1
-                deaths = 0 if marks is None else len(list(marks.iterdir()))
-                if marks is not None and rank() == 1 and calls[0] == {0: KILLED_AT, 1: 1, 2: 2}.get(deaths):
+                deaths = len(list(marks.iterdir()))
+                if rank() == 1 and calls[0] == {0: KILLED_AT, 1: 1, 2: 2}.get(deaths):
                     (marks / str(deaths)).touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 return forward(x)
@@ -133,12 +139,11 @@ def test_ranks_that_are_lost_again_at_once(tmp_path: Path) -> None:
 
         return replace(job_of(None, 0), model=net)
 
-    train(tmp_path / "whole", "data=2", job(None))
     (tmp_path / "marks").mkdir()
     train(tmp_path / "run", "data=2", job(tmp_path / "marks"))
     begun = gone_on_from(tmp_path / "run")
     assert len(list((tmp_path / "marks").iterdir())) == 3 and begun[1] >= 3
-    assert begun == [0, begun[1], begun[1], begun[1] + 1] and equal_weights(tmp_path)
+    assert begun == [0, begun[1], begun[1], begun[1] + 1] and equal_weights(tmp_path, whole("data=2"))
 
 
 def rank() -> int:

@@ -27,6 +27,8 @@ from paceline.runtime.checkpoint.dtypes import load_tensors
 from paceline.runtime.hosts_copies import _Memory
 from paceline.strategies.server.exchange.wire import Connection, Header, Kind
 
+pytestmark = pytest.mark.usefixtures("charts_drawn_once")
+
 
 class Trap:
     """Leaves a file when it is loaded."""

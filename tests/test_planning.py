@@ -77,9 +77,9 @@ def test_the_answer_is_a_document_and_a_table(answer: Answer):
 
 def test_devices_that_are_not_here():
     """A described cluster is used whole."""
-    answer = paceline.plan(_job(), "2x4xH100")
-    assert answer.chosen is not None and answer.chosen.world_size == 8
-    assert all(Plan.parse(row["plan"]).world_size == 8 for row in answer.to_dict()["plans"])
+    answer = paceline.plan(_job(), "2x2xH100")
+    assert answer.chosen is not None and answer.chosen.world_size == 4
+    assert all(Plan.parse(row["plan"]).world_size == 4 for row in answer.to_dict()["plans"])
     assert max(map(len, answer.describe().splitlines())) <= 100
 
 
@@ -88,14 +88,14 @@ def test_devices_that_are_not_here():
 def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str):
     """From its configuration, as it is: it also returns a cache, which no plan passes on."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=4, n_head=4, resid_pdrop=0,
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0,
                                      embd_pdrop=0, attn_pdrop=0)
 
     def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
     tokens = [({"input_ids": torch.arange(16)}, torch.arange(16)) for _ in range(64)]
-    answer = paceline.plan(_job(lambda: transformers.GPT2LMHeadModel(config), data=tokens, loss=loss, batch=64),
+    answer = paceline.plan(_job(lambda: transformers.GPT2LMHeadModel(config), data=tokens, loss=loss, batch=16),
                            cluster)
     kinds = {one.kind for one in answer.ranking.ranked}
     assert {"data", "shard", "pipeline data", "data tensor", "pipeline data tensor"} <= kinds
@@ -105,8 +105,8 @@ def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str):
 
 def test_servers_are_no_rivals_of_replicas_in_a_node():
     """A small model, whose messages all links hide: what servers send passes through their hosts."""
-    answer = paceline.plan(_job(batch=64), "8xH100")
-    assert str(answer.chosen) == "data=8"
+    answer = paceline.plan(_job(batch=64), "4xH100")
+    assert str(answer.chosen) == "data=4"
     assert not [one.plan for one in answer.ranking.tied if isinstance(one.plan.sync, Servers)]
 
 
@@ -115,7 +115,7 @@ def test_a_batch_smaller_than_the_devices():
     answer = paceline.plan(_job(batch=2), "2xcpu", calibrate_s=0)
     assert all(Plan.parse(row["plan"]).replicas <= 2 for row in answer.to_dict()["plans"])
     with pytest.raises(PlanError, match="no plan could be priced"):
-        paceline.plan(_job(Moody, batch=2), "4xH100")
+        paceline.plan(_job(Moody, batch=1), "2xH100")
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_nothing_fits():
 def test_nothing_fits_on_devices_that_are_not_here(tmp_path: Path):
     """The gap is in the document, to the byte, for the nearest plan of each kind."""
     file = tmp_path / "small.toml"
-    file.write_text('[[nodes]]\ndevices = ["4xH100"]\nmemory = "900MB"\n')
+    file.write_text('[[nodes]]\ndevices = ["2xH100"]\nmemory = "900MB"\n')
     answer = paceline.plan(_job(), str(file))
     rows = answer.to_dict()["plans"]
     assert answer.chosen is None and len(rows) > 3 and not any(row["fits"] for row in rows)
@@ -147,7 +147,7 @@ def test_what_can_be_neither_traced_nor_run_is_rough():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ValueError("not today")
 
-    answer = paceline.plan(_job(Broken), "8xH100")
+    answer = paceline.plan(_job(Broken), "2xH100")
     assert answer.chosen is not None
     assert any("priced by its parameters alone: activations are left out" in note for note in answer.notes)
     assert "rough: " in answer.describe() and max(map(len, answer.describe().splitlines())) <= 100
@@ -176,16 +176,16 @@ def test_an_unknown_cluster():
 
 def test_by_cost_devices_may_be_left_out(tmp_path: Path):
     """A small net is cheapest on one device, by the price that is given or stated in the cluster's file."""
-    answer = paceline.plan(_job(), "8xH100", price_per_hour=2.0)
+    answer = paceline.plan(_job(), "2xH100", price_per_hour=2.0)
     assert str(answer.chosen) == "single" and "samples/s, 0 MiB, 0.0" in answer.describe()
     rows = [row for row in answer.to_dict()["plans"] if row["fits"]]
     assert rows[0]["cost_per_million_samples"] == pytest.approx(2.0 / 3600 * rows[0]["step_s"] / 32 * 1e6)
     costs = [row["cost_per_million_samples"] for row in rows]
     assert costs == sorted(costs) and max(map(len, answer.describe().splitlines())) <= 100
     file = tmp_path / "priced.toml"
-    file.write_text('[[nodes]]\ndevices = ["8xH100"]\nprice_per_hour = 2.0\n')
+    file.write_text('[[nodes]]\ndevices = ["2xH100"]\nprice_per_hour = 2.0\n')
     assert paceline.plan(_job(), str(file)).to_dict()["plans"][0] == rows[0]
-    file.write_text(file.read_text() + '[[nodes]]\ndevices = ["8xA100"]\n')
+    file.write_text(file.read_text() + '[[nodes]]\ndevices = ["2xA100"]\n')
     with pytest.raises(ClusterError, match="some nodes have a price_per_hour and others have none"):
         paceline.plan(_job(), str(file))
 
@@ -203,30 +203,30 @@ def test_rows_are_held_against_one_choice(answer: Answer, monkeypatch: pytest.Mo
 
 def test_another_precision_is_advised():
     """One line, and in the document; float64 has no other."""
-    found = paceline.plan(_job(precision="bf16"), "4xH100")
+    found = paceline.plan(_job(precision="bf16"), "2xH100")
     assert "  precision=float32 instead: " in found.describe()
     assert found.to_dict()["precision"]["precision"] == "float32"
     assert found.to_dict()["precision"]["step_s"] > 0
-    assert paceline.plan(_job(precision="float64"), "4xH100").advice is None
+    assert paceline.plan(_job(precision="float64"), "1xH100").advice is None
 
 
-def test_failures_are_reckoned_with():
+def test_failures_are_reckoned_with(answer: Answer):
     """An interval between checkpoints and what lasts of the time, by formula and played."""
-    answer = paceline.plan(_job(), "4xH100", mtbf_hours=1000.0)
-    found = answer.to_dict()["failures"]
-    assert found["mtbf_s"] == pytest.approx(1000 * 3600 / 4)
+    asked = paceline.plan(_job(), "2xH100", mtbf_hours=1000.0)
+    found = asked.to_dict()["failures"]
+    assert found["mtbf_s"] == pytest.approx(1000 * 3600 / 2)
     assert found["goodput"] == pytest.approx(found["simulated_goodput"], rel=0.01) and 0.99 < found["goodput"] < 1
-    assert "with a failure every 10.4 days: a checkpoint every" in answer.describe().replace("\n    ", " ")
+    assert "with a failure every 20.8 days: a checkpoint every" in asked.describe().replace("\n    ", " ")
     ways = found["survival"]
     assert list(ways) == ["copies", "checkpoint", "resume"]  # a lost host takes the copies and the launcher with it
     assert ways["copies"]["goodput"] > 0.99 and ways["checkpoint"]["goodput"] > found["goodput"]
     assert ways["resume"]["goodput"] == found["goodput"]
-    on_two = paceline.plan(_job(), "2x8xH100", mtbf_hours=1000.0).to_dict()["failures"]
+    on_two = paceline.plan(_job(), "2x1xH100", mtbf_hours=1000.0).to_dict()["failures"]
     assert list(on_two["survival"]) == ["resume"]
-    assert paceline.plan(_job(), "4xH100").to_dict()["failures"] is None
+    assert answer.to_dict()["failures"] is None
     for wrong in ({"mtbf_hours": 0.0}, {"mtbf_hours": 1.0, "checkpoint_bytes_per_s": -1.0}, {"price_per_hour": 0.0}):
         with pytest.raises(UsageError, match="must be a number above 0"):
-            paceline.plan(_job(), "4xH100", **wrong)
+            paceline.plan(_job(), "2xH100", **wrong)
 
 
 def test_what_ranks_leave_is_reckoned_with():

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,16 +17,15 @@ from callback_jobs import JOB
 
 import paceline as pl
 from paceline.jobfile import JobFile
-from tests.commands import as_ranks
+from tests.commands import Command, as_ranks
 
 pytestmark = pytest.mark.timeout(180)
 BIN = Path(sys.executable).parent
 
 
-def command(tmp_path: Path, *, run: str) -> list[str]:
+def words(tmp_path: Path) -> list[str]:
     (tmp_path / "net.py").write_text(JOB)
-    return [sys.executable, "-m", "paceline", "train", str(tmp_path / "net.py"), "--plan", "data=2",
-            "--check", "no", "--run", str(tmp_path / run)]
+    return ["train", str(tmp_path / "net.py"), "--plan", "data=2", "--check", "no", "--run", str(tmp_path / "run")]
 
 
 def environment(planted: str = "") -> dict[str, str]:
@@ -34,13 +35,13 @@ def environment(planted: str = "") -> dict[str, str]:
 @pytest.mark.parametrize("launcher", ["its environment", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_under_torchrun_they_run_on_the_first_rank_alone(tmp_path: Path, launcher: str):
     """They hear the same as of one device, once, and the run stops after the same step."""
-    words = command(tmp_path, run="run")
     if launcher == "torchrun":
-        launched = subprocess.run([str(BIN / "torchrun"), "--nproc-per-node", "2", "--no-python", "--", *words],
+        launched = subprocess.run([str(BIN / "torchrun"), "--nproc-per-node", "2", "--no-python", "--", sys.executable,
+                                   "-m", "paceline", *words(tmp_path)],
                                   env=environment(), capture_output=True, text=True, timeout=150)
         assert launched.returncode == 0, launched.stderr
     else:
-        as_ranks(words[3:], tmp_path)
+        as_ranks(words(tmp_path), tmp_path)
     alone = pl.train(JobFile.parse(str(tmp_path / "net.py"), {}), "single", run=tmp_path / "alone", check=False)
     assert alone["steps"] < 60
     diary = (tmp_path / "run" / "diary.txt").read_text()
@@ -50,33 +51,27 @@ def test_under_torchrun_they_run_on_the_first_rank_alone(tmp_path: Path, launche
 
 def test_a_callback_that_fails_ends_the_command_with_its_lines(tmp_path: Path):
     """Exit code 1, the user's traceback without ours, and a checkpoint to go on from."""
-    failed = subprocess.run(command(tmp_path, run="run"), env=environment("error"), capture_output=True, text=True,
-                            timeout=120)
-    assert failed.returncode == 1, failed.stderr
-    assert 'net.py", line' in failed.stderr and "ZeroDivisionError: planted" in failed.stderr
-    assert "Diary failed in on_step after step 7" in failed.stderr and "bug in paceline" not in failed.stderr
-    assert "a checkpoint is saved" in failed.stderr and "controller.py" not in failed.stderr
+    failed = Command(words(tmp_path), environment("error"), tmp_path / "command")
+    assert failed.wait() == 1
+    said = failed.stderr.read_text()
+    assert 'net.py", line' in said and "ZeroDivisionError: planted" in said
+    assert "Diary failed in on_step after step 7" in said and "bug in paceline" not in said
+    assert "a checkpoint is saved" in said and "controller.py" not in said
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/COMMIT"))
 
 
-def test_a_second_interrupt_ends_a_run_whose_callback_hangs(tmp_path: Path):
+def test_a_second_interrupt_ends_a_run_whose_callback_hangs(tmp_path: Path, wait_for: Callable[..., None]):
     """And leaves no process."""
     diary = tmp_path / "run" / "diary.txt"
-    started = subprocess.Popen(command(tmp_path, run="run"), env=environment("hangs"), start_new_session=True,
-                               stderr=subprocess.PIPE, text=True)
+    started = Command(words(tmp_path), environment("hangs"), tmp_path / "command")
     try:
-        until_s = time.monotonic() + 90
-        while not (diary.exists() and "hangs" in diary.read_text()):
-            assert started.poll() is None and time.monotonic() < until_s
-            time.sleep(0.05)
+        wait_for(lambda: diary.exists() and "hangs" in diary.read_text())
         ours = psutil.Process(started.pid).children(recursive=True)
         for _ in range(2):
             os.killpg(started.pid, signal.SIGINT)
             time.sleep(1)
-        started.wait(200)
-        assert started.returncode not in (0, None)
-        assert not psutil.wait_procs(ours, timeout=60)[1]
+        assert started.wait(60) not in (0, -signal.SIGKILL)
+        assert ours and not psutil.wait_procs(ours, timeout=60)[1]
     finally:
-        if started.poll() is None:
+        with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
-        print(started.communicate()[1])

@@ -104,11 +104,16 @@ def test_an_epoch_is_told_its_evaluation_though_nobody_hears_of_evaluations(tmp_
     assert epochs.seen[-1][1].validation_loss == result["validation_loss"]
 
 
+@pytest.fixture(scope="module")
+def one_device_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[Any, ...]], Any]:
+    return run_once("single", tmp_path_factory.mktemp("single") / "run")
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=2"])
-def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path):
+def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path, one_device_run: Any):
     """Events, weights, the step of early stopping, the best checkpoints and the model that comes back."""
-    expected, one_device = run_once("single", tmp_path / "single")
+    expected, one_device = one_device_run
     events, result = run_once(plan, tmp_path / "plan")
     assert_same(events, expected)
     assert len([event for event in events if event[0] == "step"]) == result["steps"] == 40
@@ -119,7 +124,7 @@ def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path
             torch.testing.assert_close(ours.state_dict()[name], tensor)
         assert torch.equal(ours.model()[0].weight, ours.state_dict()["0.weight"])
     kept = {path.name for path in (tmp_path / "plan" / "checkpoints").iterdir()}
-    assert kept == {path.name for path in (tmp_path / "single" / "checkpoints").iterdir()}
+    assert kept == {path.name for path in (one_device.run / "checkpoints").iterdir()}
     assert f"step-{result.best.step}" in kept
     again = pl.open(tmp_path / "plan", job=job([]))
     assert again.history == result.history and again.metrics == result.metrics and again.best.step == result.best.step

@@ -87,28 +87,33 @@ def train(run: Path, plan: str, callbacks: list[pl.Callback], *, killed: Path | 
     return pl.train(job, plan, run=run, check=False, **options)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(tmp_path_factory.mktemp("whole") / "run", "single", [pl.EarlyStopping(patience=2), pl.KeepBest()])
+
+
 @pytest.fixture
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory has no room for copies of the state."""
     monkeypatch.setattr(local, "_copies", lambda devices, restarts: nullcontext())
 
 
-def test_callbacks_keep_what_they_know_where_ranks_go_on_from_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_callbacks_keep_what_they_know_where_ranks_go_on_from_a_copy(tmp_path: Path, undisturbed: Any,
+                                                                     monkeypatch: pytest.MonkeyPatch):
     """All are told of everything once; the run ends as one without a death. Every step is copied: KeepBest's
     checkpoints would be newer than copies that are farther apart."""
     monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, **share: 1)
-    expected = train(tmp_path / "whole", "single", [pl.EarlyStopping(patience=2), pl.KeepBest()])
     counts, looks = Counts(), Looks()
     result = train(tmp_path / "run", "data=2", [counts, looks, pl.EarlyStopping(patience=2), pl.KeepBest()],
                    killed=tmp_path / "killed")
     assert (tmp_path / "killed").exists()
-    assert (result["steps"], result["stopped"]) == (expected["steps"], expected["stopped"])
+    assert (result["steps"], result["stopped"]) == (undisturbed["steps"], undisturbed["stopped"])
     assert looks.told == counts.told == list(range(1, result["steps"] + 1)) and counts.steps == result["steps"]
     assert looks.evaluated == list(range(5, 41, 5))
     (first, _), (again, restarts) = counts.starts
     assert (first, restarts) == (0, 1) and 0 < again <= 12
-    assert result.best.step == expected.best.step
-    torch.testing.assert_close(result.best.state_dict(), expected.best.state_dict())
+    assert result.best.step == undisturbed.best.step
+    torch.testing.assert_close(result.best.state_dict(), undisturbed.best.state_dict())
 
 
 def test_steps_that_lost_ranks_told_nobody_of_are_told_where_others_go_on(tmp_path: Path):
@@ -133,20 +138,19 @@ def test_steps_that_lost_ranks_told_nobody_of_are_told_where_others_go_on(tmp_pa
 
 
 @pytest.mark.usefixtures("no_copies")
-def test_callbacks_go_back_to_the_checkpoint_from_which_ranks_start_again(tmp_path: Path):
+def test_callbacks_go_back_to_the_checkpoint_from_which_ranks_start_again(tmp_path: Path, undisturbed: Any):
     """Those with state are told again of what follows it, others of nothing twice; the run ends as one without."""
-    expected = train(tmp_path / "whole", "single", [pl.EarlyStopping(patience=2), pl.KeepBest()])
     counts, looks = Counts(), Looks()
     result = train(tmp_path / "run", "data=2", [counts, looks, pl.EarlyStopping(patience=2), pl.KeepBest()],
                    killed=tmp_path / "killed", save_every=5, restarts=1)
     assert (tmp_path / "killed").exists()
-    assert (result["steps"], result["stopped"]) == (expected["steps"], expected["stopped"])
+    assert (result["steps"], result["stopped"]) == (undisturbed["steps"], undisturbed["stopped"])
     assert looks.told == list(range(1, result["steps"] + 1)) and looks.evaluated == list(range(5, 41, 5))
     assert counts.starts == [(0, 0), (10, 1)] and counts.steps == result["steps"]
     before, after = counts.told[:-30], counts.told[-30:]
     assert before == list(range(1, len(before) + 1)) and 10 <= len(before) <= 13 and after == list(range(11, 41))
-    assert result.best.step == expected.best.step
-    torch.testing.assert_close(result.best.state_dict(), expected.best.state_dict())
+    assert result.best.step == undisturbed.best.step
+    torch.testing.assert_close(result.best.state_dict(), undisturbed.best.state_dict())
 
 
 @pytest.mark.usefixtures("no_copies")

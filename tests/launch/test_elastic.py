@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +19,10 @@ import paceline as pl
 from paceline.jobfile import JobFile
 from paceline.launch.host_log import HostLog
 from paceline.launch.namespaces import NetworkHost, NoNamespaces, network_hosts
+from paceline.runtime import live, loop
 from paceline.runtime.checkpoint.dtypes import load_tensors
+from paceline.runtime.copies import Copier
+from tests.commands import Command, free_port
 
 JOB = """
 import os, signal, time, torch, paceline as pl
@@ -75,16 +78,15 @@ def wait_until(condition: Callable[[], bool], said: Callable[[], Any], *, timeou
         time.sleep(0.05)
 
 
-def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str, paceline: list[str]) -> list[str]:
+def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
     """Rank 1 is killed in its eighth step; what both hosts said. There is no checkpoint."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [*paceline, str(job_file), "--run", str(tmp_path / "run"), "--plan", plan, "--hosts", "2:2",
-               "--patience", "20", "--set", f"mark={tmp_path / 'killed'}", "--set", "pause_s=0.05"]
-    hosts = [subprocess.Popen(command, env=environ(index, 2, "127.0.0.1", port), stderr=subprocess.PIPE, text=True)
-             for index in range(2)]
-    said = [host.communicate(timeout=100)[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], said
+    port = free_port()
+    words = ["train", str(job_file), "--run", str(tmp_path / "run"), "--plan", plan, "--hosts", "2:2",
+             "--patience", "20", "--set", f"mark={tmp_path / 'killed'}", "--set", "pause_s=0.05"]
+    hosts = [Command(words, environ(index, 2, "127.0.0.1", port), tmp_path / f"host-{index}") for index in range(2)]
+    codes = [host.wait() for host in hosts]
+    said = [host.stderr.read_text() for host in hosts]
+    assert codes == [0, 0], said
     assert all("rank 1 on" in text and "killed by SIGKILL; all ranks start again" in text for text in said), said
     assert pl.audit(tmp_path / "run").passed
     pl.train(JobFile.parse(str(job_file), {}), plan, run=tmp_path / "whole", check=False, table=False)
@@ -92,33 +94,28 @@ def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str, paceline: list
     return said
 
 
+@pytest.mark.checked_runs
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", ["shard=2", pytest.param("data=2", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_on_one_of_two_hosts(tmp_path: Path, job_file: Path, plan: str):
     """All ranks start again from their copies in memory; the weights are those of an undisturbed run bit by bit, and
     each host says who died."""
-    said = train_on_two_hosts(tmp_path, job_file, plan, PACELINE)
+    said = train_on_two_hosts(tmp_path, job_file, plan)
     (first, _), (again, same_plan) = starts(tmp_path / "run")
     assert first == 0 < again < 8 and same_plan == plan and f"resumed from copy-{again}" in "".join(said)
 
 
-LIVE = """
-import math
-from paceline.runtime import live, loop
-from paceline.runtime.copies import Copier
-live.SEARCH_S, live.MOVE_TENSOR_S, live.MOVE_BYTES_PER_S, loop.NOTE_SHARE = 0.0, 0.0, math.inf, math.inf
-Copier.affordable_every = lambda self, step_s, **share: 1000
-from paceline.cli import main
-main()
-"""
-
-
 @pytest.mark.slow
+@pytest.mark.checked_runs
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", ["shard=2", "data=2", "pipeline=2 microbatches=2"])
-def test_the_state_itself_on_two_hosts(tmp_path: Path, job_file: Path, plan: str):
+def test_the_state_itself_on_two_hosts(tmp_path: Path, job_file: Path, plan: str, monkeypatch: pytest.MonkeyPatch):
     """The ranks leave it, and no step is computed again."""
-    said = train_on_two_hosts(tmp_path, job_file, plan, [sys.executable, "-c", LIVE, "train"])
+    for place, name, value in ((live, "SEARCH_S", 0.0), (live, "MOVE_TENSOR_S", 0.0),
+                               (live, "MOVE_BYTES_PER_S", math.inf), (loop, "NOTE_SHARE", math.inf),
+                               (Copier, "affordable_every", lambda self, step_s, **share: 1000)):
+        monkeypatch.setattr(place, name, value)
+    said = train_on_two_hosts(tmp_path, job_file, plan)
     killed_at = 4 if plan.startswith("pipeline") else 8  # of two micro-batches a step
     assert [after for after, _ in starts(tmp_path / "run")] == [0, killed_at - 1], said
 
@@ -128,9 +125,7 @@ def test_the_state_itself_on_two_hosts(tmp_path: Path, job_file: Path, plan: str
 def test_the_first_host_comes_back(tmp_path: Path, job_file: Path):
     """Its process is killed: the other host has what both held, though nothing but the first host's own ranks held its
     part, and there is no checkpoint."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    run = tmp_path / "run"
+    port, run = free_port(), tmp_path / "run"
 
     def start(index: int) -> subprocess.Popen[bytes]:
         command = [*PACELINE, str(job_file), "--run", str(run), "--plan", "shard=2", "--hosts", "2:2",
@@ -238,8 +233,7 @@ class Hosts:
         self.count = int(hosts[-1])
         self.command = [*paceline, str(job_file), "--run", str(self.run), "--plan", plan, "--hosts", hosts,
                         "--patience", "4", "--steps", str(steps), "--set", "pause_s=0.1"]
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Hosts:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from paceline.errors import ClusterError
-from paceline.launch.agent import exit_code
+from paceline.launch import agent
+from paceline.launch.agent import SignalException, exit_code
 from paceline.launch.hosts import Host, host
-from tests.commands import as_ranks
+from tests.commands import as_ranks, free_port
 
 # Recorded: what Kubeflow Trainer v2 gives the second of two nodes, and SkyPilot the second of two.
 KUBEFLOW = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_PORT": "29400",
@@ -81,17 +82,18 @@ def test_the_code_of_a_host_is_that_of_the_culprit(of_ranks: list[int], expected
     assert exit_code(of_ranks) == expected
 
 
-def test_a_signal_after_the_ranks_have_ended_keeps_the_code():
+def test_a_signal_after_the_ranks_have_ended_keeps_the_code(start_child: Any, monkeypatch: pytest.MonkeyPatch):
     """While Python ends, SIGTERM would kill the agent: a cluster that stops all hosts signals one after the other."""
-    ended = """if True:
-        import os, signal, sys
-        from paceline.launch import agent
-        def stopped(arguments): raise agent.SignalException("", signal.SIGTERM)
-        agent.run.main = stopped
+    def stopped(arguments: list[str]) -> None:
+        raise SignalException("", signal.SIGTERM)
+
+    def end() -> None:
         code = agent.main([])
         os.kill(os.getpid(), signal.SIGTERM)
-        sys.exit(code)"""
-    assert subprocess.run([sys.executable, "-c", ended], timeout=100).returncode == 5
+        os._exit(code)
+
+    monkeypatch.setattr(agent.run, "main", stopped)
+    assert start_child(end).exit_code() == 5
 
 
 def of_kubeflow(index: int, port: int) -> dict[str, str]:
@@ -99,18 +101,22 @@ def of_kubeflow(index: int, port: int) -> dict[str, str]:
             "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+JOB = """
+import torch, paceline as pl
+
+def job():
+    return pl.Job(model=lambda: torch.nn.Linear(2, 1), data=[(torch.ones(2) * i, torch.ones(1)) for i in range(8)],
+                  loss=torch.nn.functional.mse_loss, batch=4, steps=2,
+                  optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+"""
 
 
 @pytest.mark.timeout(120)
 def test_a_server_and_a_worker_that_a_launcher_starts_both_end_well(tmp_path: Path):
     """Rank 0 of servers alone has the run's figures. The others end with 0 all the same."""
-    job = Path(__file__).parents[2] / "examples" / "01_digits.py"
-    first, second = as_ranks(
-        ["train", str(job), "--set", "width=2", "--steps", "2", "--check", "no", "--plan", "server=1 workers=1",
-         "--run", str(tmp_path / "run"), "--json"], tmp_path)
+    (tmp_path / "job.py").write_text(JOB)
+    first, second = as_ranks(["train", str(tmp_path / "job.py"), "--check", "no", "--plan", "server=1 workers=1",
+                              "--run", str(tmp_path / "run"), "--json"], tmp_path)
     assert json.loads(first.stdout.read_text())["steps"] == 2 and second.stdout.read_text() == ""
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.namespaces import NoNamespaces, network_hosts
+from paceline.launch.namespaces import NetworkHost, NoNamespaces, network_hosts
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
+def hosts() -> Iterator[list[NetworkHost]]:
     """Two namespaces, 10.78.0.1 and 10.78.0.2, joined by a bridge in a third."""
     try:
         with network_hosts(2) as made:
-            yield [host.name for host in made]
+            yield made
     except NoNamespaces as error:
         pytest.skip(str(error))
 

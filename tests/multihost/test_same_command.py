@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_slurm import submit, wait_for
 
 from paceline.launch.files import LaunchRequest
+from paceline.launch.namespaces import NetworkHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]  # Ray's own
 DIGITS = Path(__file__).parents[2] / "examples" / "01_digits.py"
@@ -85,8 +86,8 @@ def test_ray(ray_cluster: Any, tmp_path: Path, expected: Any):
 @pytest.mark.parametrize(("place", "number"), [
     (KUBEFLOW, "PET_NODE_RANK"), (SKYPILOT, "SKYPILOT_NODE_RANK"), (SSH, "PET_NODE_RANK")],
     ids=["Kubeflow", "SkyPilot", "SSH"])
-def test_hosts(hosts: list[str], place: Mapping[str, str], number: str, tmp_path: Path, expected: Any):
+def test_hosts(hosts: Sequence[NetworkHost], place: Mapping[str, str], number: str, tmp_path: Path, expected: Any):
     """Two hosts that are told their places as the cluster tells them, or by hand."""
-    run_all(*((["ip", "netns", "exec", name, *PACELINE, *command(tmp_path / "run")],
-               environment(**place, **{number: str(index)})) for index, name in enumerate(hosts)))
+    run_all(*((["ip", "netns", "exec", host.name, *PACELINE, *command(tmp_path / "run")],
+               environment(**place, **{number: str(index)})) for index, host in enumerate(hosts)))
     check(tmp_path / "run", expected)

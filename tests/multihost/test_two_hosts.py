@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,31 +14,59 @@ from safetensors.torch import load_file
 
 import paceline
 from paceline.jobfile import JobFile
+from paceline.launch.namespaces import NetworkHost
+from tests.commands import as_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "01_digits.py"
 PACELINE = [sys.executable, "-P", "-m", "paceline"]
+JOB = """
+import torch, paceline as pl
+from torch.utils.data import TensorDataset
+
+def job():
+    inputs = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    return pl.Job(model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)),
+                  data=TensorDataset(inputs, inputs.sum(1, keepdim=True)), loss=torch.nn.functional.mse_loss, batch=12,
+                  optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), steps=10)
+"""
+
+
+def assert_equal_weights(run: Path, other: Path) -> None:
+    one, two = (load_file(path / "model.safetensors") for path in (run, other))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.root
+def test_two_hosts_reach_the_weights_of_one(hosts: Sequence[NetworkHost], tmp_path: Path) -> None:
+    """The same plan across two hosts gives the same weights; gloo finds the interface by itself."""
+    file = tmp_path / "job.py"
+    file.write_text(JOB)
+    as_ranks(["train", str(file), "--plan", "data=2", "--check", "no", "--run", str(tmp_path / "two")], tmp_path,
+             hosts=hosts)
+    paceline.train(JobFile(file), "data=2", run=tmp_path / "one", check=False)
+    assert_equal_weights(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+@pytest.mark.root
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("plan", "asked"), [
-    ("data=2", {}),
-    pytest.param("server=1 workers=1", {"PACELINE_TLS": "1", "PACELINE_SECRET": "ab" * 32}, marks=pytest.mark.slow),
-])
+    ("data=2", {}), ("server=1 workers=1", {"PACELINE_TLS": "1", "PACELINE_SECRET": "ab" * 32})])
 def test_two_hosts_under_torchrun_reach_the_weights_of_one(
-    hosts: list[str], tmp_path: Path, plan: str, asked: dict[str, str]
+    hosts: Sequence[NetworkHost], tmp_path: Path, plan: str, asked: dict[str, str]
 ) -> None:
-    """The same plan across two hosts gives the same weights, also encrypted; gloo finds the interface by itself."""
+    """Also encrypted."""
     arguments = [str(EXAMPLE), "--plan", plan, "--steps", "10", "--set", "width=8", "--check", "no"]
     # One thread a rank on both sides: another number of threads sums in another order.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO", "MASTER", "RANK", "WORLD"))}
     environ["OMP_NUM_THREADS"] = "1"
     nodes = [subprocess.Popen(
-        ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
-         str(rank), "--nproc-per-node", "1", "--master-addr", "10.78.0.1", "--master-port", "29400", "--no-python",
-         "--", *PACELINE, "train", *arguments, "--run", str(tmp_path / "two")],
+        ["ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+         "--node-rank", str(rank), "--nproc-per-node", "1", "--master-addr", "10.78.0.1", "--master-port", "29400",
+         "--no-python", "--", *PACELINE, "train", *arguments, "--run", str(tmp_path / "two")],
         env={**environ, **asked}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank, name in enumerate(hosts)]
+        for rank, host in enumerate(hosts)]
     try:
         said = [node.communicate(timeout=400)[0] for node in nodes]
     finally:
@@ -45,8 +74,4 @@ def test_two_hosts_under_torchrun_reach_the_weights_of_one(
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
     paceline.train(JobFile.parse(str(EXAMPLE), {"width": 8}), plan, steps=10, run=tmp_path / "one", check=False)
-
-    one, two = (load_file(tmp_path / run / "model.safetensors") for run in ("one", "two"))
-
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_equal_weights(tmp_path / "one", tmp_path / "two")

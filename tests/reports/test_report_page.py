@@ -20,6 +20,8 @@ from paceline.reports.record import RunRecord
 from paceline.verbs.origin import origin
 from paceline.verbs.summary_table import card
 
+pytestmark = pytest.mark.usefixtures("charts_drawn_once")
+
 SUMMARY: dict[str, Any] = {
     "plan": "data=2", "world_size": 2, "steps": 40, "samples": 400, "samples_per_s": 1000.5, "step_s": 0.010,
     "input_s": 0.0002, "final_loss": 0.25, "validation_loss": 0.3, "metrics": {"accuracy": 0.97},
