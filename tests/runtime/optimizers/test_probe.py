@@ -19,6 +19,9 @@ from optimizer_jobs import (
 )
 from torch import nn
 
+from paceline.job.named_optimizers import NamedOptimizers
+from paceline.job.own_step import Optimizer
+from paceline.runtime.optimizers import probe
 from paceline.runtime.optimizers.gather import deal_out
 from paceline.runtime.optimizers.parts import groups_of, parts_of
 from paceline.runtime.optimizers.probe import Reach, no_optimizer, observe
@@ -58,6 +61,26 @@ def test_norms_of_a_tensor_and_of_all() -> None:
     assert {name for name, reach in reach_of(Lamb).items() if reach is TENSOR} == set(PARAMETERS_OF_A_MODEL) - {"scale"}
     for optimizer in (GlobalNorm, StackedNorm):
         assert set(reach_of(lambda named, kind=optimizer: kind(named, lr=0.1)).values()) == {PARAMETERS}
+
+
+def by_name(rest: Any) -> Any:
+    """Muon for matrices and another optimizer for the rest, as a step of one's own has them."""
+    specs = {"matrices": Optimizer(lambda named: torch.optim.Muon(named, lr=0.02), parameters=lambda _, p: p.ndim == 2),
+             "rest": Optimizer(rest, parameters=lambda _, p: p.ndim != 2)}
+    return lambda named: NamedOptimizers.of(specs, list(named), ["model"])
+
+
+def test_optimizers_by_name_are_known_as_their_members_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch are not tried, and a trial finds the same; where one is not of torch, all are tried."""
+    sgd = by_name(lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9))
+    expected = {name: TENSOR if name in MATRICES else ELEMENT for name in PARAMETERS_OF_A_MODEL}
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "known_reach", lambda optimizer: None)
+        assert observe(sgd, PARAMETERS_OF_A_MODEL).reach == expected
+    assert reach_of(by_name(Lamb))["norm.weight"] is TENSOR
+    monkeypatch.setattr(probe, "_observe", lambda trial: pytest.fail("it is tried"))
+    known = observe(sgd, PARAMETERS_OF_A_MODEL)
+    assert known.reach == expected and not known.needs_closure
 
 
 def test_a_weight_that_depends_on_another_weight() -> None:

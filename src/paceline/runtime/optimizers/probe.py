@@ -6,7 +6,7 @@ optimizer that is built anew goes on like the one that was saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,6 +21,7 @@ from paceline.capture.attributes import is_same
 from paceline.capture.randomness import drawing
 from paceline.errors import JobError
 from paceline.job.foreign_fields import optimizer_hint
+from paceline.job.named_optimizers import NamedOptimizers
 from paceline.runtime.checkpoint.values import pack
 from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot
@@ -87,6 +88,20 @@ def known_reach(optimizer: Optimizer) -> Reach | None:
     return {"Muon": Reach.TENSOR, "Adafactor": Reach.TENSOR, "LBFGS": Reach.PARAMETERS}.get(kind.__name__)
 
 
+def known_reaches(optimizer: Optimizer, names: Iterable[str]) -> dict[str, Reach] | None:
+    """What is known by the name of the parameter, also of torch's optimizers that a step of one's own has by name; None
+    if one of them is not known."""
+    if not isinstance(optimizer, NamedOptimizers):
+        reach = known_reach(optimizer)
+        return None if reach is None else dict.fromkeys(names, reach)
+    reaches: dict[str, Reach] = {}
+    for name, member in optimizer.members.items():
+        if (reach := known_reach(member)) is None:
+            return None
+        reaches |= dict.fromkeys(optimizer.names[name], reach)
+    return reaches
+
+
 def observe(build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozenset[str] = frozenset()) -> Behaviour:
     """What the job's optimizer does. Random streams are left as they were.
 
@@ -98,9 +113,9 @@ def observe(build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozen
     """
     with kept_streams(), torch.enable_grad(), _one_thread(), drawing():
         trial, optimizer = _first_trial(build, parameters, sparse)
-        reach = known_reach(optimizer)
-        if reach is not None:
-            return Behaviour(dict.fromkeys(parameters, reach), needs_closure=trial.needs_closure)
+        reaches = known_reaches(optimizer, parameters)
+        if reaches is not None:
+            return Behaviour(reaches, needs_closure=trial.needs_closure)
         return _observe(trial)
 
 
@@ -109,7 +124,7 @@ def needs_closure(optimizer: Optimizer, build: Build, parameters: Mapping[str, t
 
     build, parameters: that made it; as for `observe`. Random streams are left as they were.
     """
-    if known_reach(optimizer) is None:
+    if known_reaches(optimizer, ()) is None:
         with kept_streams(), torch.enable_grad(), _one_thread(), suppress(Exception):
             return _first_trial(build, parameters)[0].needs_closure
     return requires_closure(optimizer)
@@ -220,7 +235,7 @@ class _Trial:
         """
         optimizer = self.build(self.weights)[0]
         self.needs_closure = requires_closure(optimizer)
-        if known_reach(optimizer) is None:
+        if known_reaches(optimizer, ()) is None:
             try:
                 self.run(self.weights, self.gradients, steps=1)
             except Exception as error:
