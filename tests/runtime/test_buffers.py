@@ -111,8 +111,8 @@ class Watching:
         self.seen.append([*norm.running_mean.tolist(), *norm.running_var.tolist(), norm.num_batches_tracked.item()])
 
 
-@pytest.mark.parametrize(("plan", "shares"), [("data=2 accumulate=2", (1, 1)), ("data=3", (2, 1, 1)),
-                                              ("shard=2", (1, 1))])
+@pytest.mark.parametrize(("plan", "shares"), [("data=2 accumulate=2", (1, 1)), ("shard=2", (1, 1)), pytest.param(
+    "data=3", (2, 1, 1), marks=pytest.mark.slow)])
 def test_running_statistics_of_a_batch_norm(run_ranks: Callable[..., Any], plan: str, shares: tuple[int, ...]):
     """BatchNorm's running statistics are equal on all ranks after every step, a short last batch too."""
     x = torch.randn(23, 4, generator=torch.Generator().manual_seed(0))
@@ -157,7 +157,8 @@ class Late(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("plan", "shares"), [("data=2", (1, 1)), ("data=3", (2, 1, 1)), ("shard=2", (1, 1))])
+@pytest.mark.parametrize(("plan", "shares"), [("data=3", (2, 1, 1)), ("shard=2", (1, 1)), pytest.param(
+    "data=2", (1, 1), marks=pytest.mark.slow)])
 def test_state_that_changes_late_is_one_devices(run_ranks: Callable[..., Any], plan: str, shares: tuple[int, ...]):
     """In whatever step a buffer or an attribute first changes, replicas hold what one device does from then on."""
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))

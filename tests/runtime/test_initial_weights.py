@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from planted import no_bug, verified
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ import paceline as pl
 from paceline.errors import JobError
 from paceline.launch.failure import RankFailed
 from paceline.runtime.initial import load_initial, matched, source_of
+from paceline.runtime.loop import Settings, train_rank
 from paceline.runtime.memory import reset_peak, resident_peak_bytes
 
 WIDTH, NAMES = 8, 32
@@ -108,24 +110,31 @@ def _folder_of_shards(path: Path, state: dict[str, Tensor]) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
-def test_every_source_gives_the_same(tmp_path: Path) -> None:
+def test_every_source_gives_the_same(tmp_path: Path, run_ranks: Callable[..., Any]) -> None:
     """A state dict, a function, a folder of shards, a run that ended, a run that was left, and other names."""
     state = pretrained()
     _folder_of_shards(tmp_path / "shards", state)
     inner = {f"old.{name}": value for name, value in state.items()} | {"old.extra": torch.ones(2)}
-    expected = train(make_job(state), "single", tmp_path / "first")
     strip = lambda name: None if name.endswith("extra") else name.removeprefix("old.")  # noqa: E731
-    for number, init in enumerate([
-            lambda: dict(state), tmp_path / "shards", str(tmp_path / "shards"), pl.weights(inner, rename=strip),
-            pl.weights({name.removeprefix("blocks."): value for name, value in state.items()},
-                       rename={name.removeprefix("blocks."): name for name in state})]):
-        assert_equal(train(make_job(init), "single", tmp_path / f"{number}"), expected)
     once = train(make_job(state, steps=2), "single", tmp_path / "once")
     (tmp_path / "once" / "model.safetensors").rename(tmp_path / "moved.safetensors")
-    from_run = train(make_job(tmp_path / "once"), "single", tmp_path / "of-run")
-    assert_equal(train(make_job(once), "single", tmp_path / "of-model"), from_run)
-    assert_equal(train(make_job(tmp_path / "once" / "checkpoints" / "step-2"), "single", tmp_path / "of-step"),
-                 from_run)
+    sources = {"state": state, "function": lambda: dict(state), "folder": tmp_path / "shards",
+               "text": str(tmp_path / "shards"), "renamed": pl.weights(inner, rename=strip),
+               "by table": pl.weights({name.removeprefix("blocks."): value for name, value in state.items()},
+                                      rename={name.removeprefix("blocks."): name for name in state}),
+               "run": tmp_path / "once", "model": once, "step": tmp_path / "once" / "checkpoints" / "step-2"}
+
+    def body(context: Any) -> None:
+        for name, init in sources.items():
+            train_rank(context, make_job(init), pl.Plan(), Settings(tmp_path / name, (1,)))
+
+    for name in sources:
+        (tmp_path / name).mkdir()
+    run_ranks(body, 1)
+    trained = {name: load_file(tmp_path / name / "model.safetensors") for name in sources}
+    for name in sources:
+        assert_equal(trained[name], trained["run" if name in ("run", "model", "step") else "state"])
+    assert not torch.equal(trained["run"]["head.weight"], trained["state"]["head.weight"])
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -150,9 +159,8 @@ def test_a_part_is_loaded_where_that_is_asked_for(tmp_path: Path) -> None:
     job = make_job(pl.weights(encoder, prefix="blocks.", strict=False), steps=1,
                    optimizer=lambda named: torch.optim.SGD(named, lr=0.0))
     plain = train(make_job(None, steps=1, optimizer=job.optimizer), "single", tmp_path / "plain")
-    for plan in ("single", "shard=2"):
-        part = train(job, plan, tmp_path / plan)
-        assert_equal(part, {**plain, "blocks.0.linear.weight": torch.full((WIDTH, WIDTH), 0.5).double()})
+    part = train(job, "shard=2", tmp_path / "part")
+    assert_equal(part, {**plain, "blocks.0.linear.weight": torch.full((WIDTH, WIDTH), 0.5).double()})
 
 
 def test_no_file_and_no_kind_of_weights(tmp_path: Path) -> None:
@@ -170,20 +178,19 @@ def test_no_file_and_no_kind_of_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_verify_holds_the_weights_against_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_verify_holds_the_weights_against_one_device(tmp_path: Path) -> None:
     """A certificate covers them, and a rank that skips a weight fails it."""
     save_file(pretrained(), tmp_path / "weights.safetensors")
     job = make_job(tmp_path / "weights.safetensors")
-    certificates = pl.verify(job, ["data=2"], steps=2)
-    assert [certificate.passed for certificate in certificates] == [True]
 
     def skips(init: Any, shapes: Any, model: nn.Module) -> dict[str, str]:
         found = matched(init, shapes, model)
         found.pop("parameters/blocks.1.linear.bias")
         return found
 
-    monkeypatch.setattr("paceline.runtime.initial.matched", skips)
-    assert [certificate.passed for certificate in pl.verify(job, ["data=2"], steps=2)] == [False]
+    certificates = verified(job, [("data=2", no_bug), (
+        "data=2", lambda patch: patch.setattr("paceline.runtime.initial.matched", skips))])
+    assert [certificate.passed for certificate in certificates] == [True, False]
 
 
 def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -23,8 +23,9 @@ from paceline.runtime.order import Order
 from paceline.runtime.spikes import LATEST_STEPS, MOST_IN_A_ROW, SIGMAS, Spike, Spikes
 from paceline.verbs.audit import audit
 
-BATCH, STEPS, BAD_STEP, EVERY = 6, 90, 80, 12  # BAD_STEP counts from 1, and is behind half of LATEST_STEPS
-SIZE = BATCH * 100
+BATCH, STEPS, BAD_STEP, EVERY = 6, 18, 14, 5  # BAD_STEP counts from 1, and is behind half of FEW_STEPS
+FEW_STEPS = 16  # that runs are judged by, in the place of LATEST_STEPS
+SIZE = BATCH * 20
 
 
 # --- The rule ----------------------------------------------------------------------------------------------------
@@ -98,6 +99,12 @@ def test_a_restored_watch_judges_alike(losses, cut):
 
 
 # --- Runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def judged_by_few(monkeypatch):
+    """Ranks are forks, so that they too wait for fewer steps before the first spike."""
+    monkeypatch.setattr("paceline.runtime.spikes.LATEST_STEPS", FEW_STEPS)
 
 
 def make(*, value=1e4, **fields):
@@ -199,7 +206,7 @@ def kept_of(run, step=BAD_STEP):
 
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2 microbatches=2", *(
     pytest.param(plan, marks=pytest.mark.slow) for plan in ("single", "single accumulate=3"))])
-def test_a_spike_is_skipped_under_every_plan(tmp_path, plan):
+def test_a_spike_is_skipped_under_every_plan(tmp_path, plan, judged_by_few):
     """The weights are those of a plain loop that leaves the step out. The run folder says which samples it had."""
     job, bad = make()
     result = pl.train(job, plan, run=tmp_path, on_spike="skip", check=False, table=False)
@@ -218,7 +225,7 @@ def test_a_spike_is_skipped_under_every_plan(tmp_path, plan):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["shard=2", "single", "data=2"])
-def test_a_run_goes_back_before_a_spike(tmp_path, plan):
+def test_a_run_goes_back_before_a_spike(tmp_path, plan, judged_by_few):
     """The weights are those of a plain loop that takes the last checkpoint's and goes on with the next samples."""
     job, _ = make()
     pl.train(job, plan, run=tmp_path, on_spike="rewind", save_every=EVERY, check=False, table=False)
@@ -230,6 +237,7 @@ def test_a_run_goes_back_before_a_spike(tmp_path, plan):
     assert report.passed and report.skipped_updates == BAD_STEP - back_to
 
 
+@pytest.mark.usefixtures("judged_by_few")
 def test_a_rank_that_is_lost_changes_no_decision(tmp_path):
     """The ranks that replace it go on from a copy, judge the next steps alike, and go back to the same checkpoint."""
     job, _ = make()
@@ -311,6 +319,7 @@ class Counting(nn.Module):
         return self.body(x)
 
 
+@pytest.mark.usefixtures("judged_by_few")
 def test_state_of_forwards_goes_back_too(tmp_path):
     """As if the steps since the checkpoint had not been: under replicas as on one device."""
     job, _ = make(model=Counting)

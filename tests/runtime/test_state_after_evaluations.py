@@ -83,7 +83,7 @@ class Centred(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["pipeline=2 shard=2 microbatches=1", "shard=2 zero=1", "shard=2", "data=2"])
 def test_a_replica_that_had_no_samples_before_the_evaluation(plan: str, tmp_path: Path) -> None:
     """The epoch ends with one sample: the second replica computes a stand-in, which leaves nothing behind, and then

@@ -470,45 +470,6 @@ def test_parts_of_a_killed_launch_are_not_taken(tmp_path: Path) -> None:
         new.wait()
 
 
-PROCESS = """
-import sys, threading, torch
-from pathlib import Path
-from paceline.runtime.checkpoint import Writer, pieces_of, write
-
-how, run_dir = sys.argv[1], Path(sys.argv[2])
-writer = Writer(run_dir, rank=0, world_size=1, attempt="first")
-writer.save(1, pieces_of("w", torch.ones(4)))
-writer.wait()
-
-def half(path, sources):
-    path.write_bytes(b"half a file")
-    print("writing", flush=True)
-    threading.Event().wait(60 if how == "stuck" else 0.2)
-    return write_tensors(path, sources)
-
-if how != "lonely":
-    write_tensors, write.write_tensors = write.write_tensors, half
-    write.EXIT_WAIT_S = 0.5 if how == "stuck" else 30.0
-else:
-    writer = Writer(run_dir, rank=0, world_size=2, attempt="first")
-writer.save(2, pieces_of("w", torch.ones(4)))
-if sys.argv[3:] == ["stay"]:
-    threading.Event().wait(60)
-"""
-
-
-def test_kill_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    """SIGKILL while a file is half written leaves the older checkpoint valid; the next launch clears the rest."""
-    with subprocess.Popen([sys.executable, "-c", PROCESS, "stuck", tmp_path, "stay"], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None and child.stdout.readline() == b"writing\n"
-        child.send_signal(signal.SIGKILL)
-    assert len(names(tmp_path)) == 2
-
-    assert newest_step(tmp_path) == 1
-    Writer(tmp_path, rank=0, world_size=1, attempt="second")
-    assert names(tmp_path) == ["step-1"]
-
-
 @pytest.mark.parametrize("kills", [10, pytest.param(1000, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
     """What a process had saved when it was killed is there, and the newest checkpoint is whole, whatever its step."""
@@ -547,33 +508,6 @@ def _save_for_ever(run_dir: Path, step: int, writing: int) -> NoReturn:
             os.write(writing, b"%d\n" % step)
     finally:
         os._exit(1)
-
-
-@pytest.mark.parametrize("how", ["lonely", "writing", "stuck"])
-def test_exit_without_wait(tmp_path: Path, how: str) -> None:
-    """A process that exits while it waits for peers, while it writes, or while a disk hangs, ends quietly and soon;
-    its save is not there."""
-    done = subprocess.run([sys.executable, "-c", PROCESS, how, tmp_path], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert newest_step(tmp_path) == 1
-    assert "step-2" not in names(tmp_path)
-    if how == "lonely":
-        report = json.loads((tmp_path / "checkpoints" / ".step-2.first-1.failed").read_text())
-        assert report["message"] == "rank 0 exited before its save of step 2 was done"
-
-
-def test_a_rank_that_exits_after_its_part_does_not_stop_the_commit(tmp_path: Path) -> None:
-    """Rank 1 needs not stay for the commit once its part is on the disk."""
-    code = ("import sys, time, torch\nfrom pathlib import Path\n"
-            "from paceline.runtime.checkpoint import Writer\n"
-            "run_dir = Path(sys.argv[1])\n"
-            "Writer(run_dir, rank=1, world_size=2, attempt='first').save(1, [])\n"
-            "while not list(run_dir.glob('checkpoints/.step-1.*/rank-00001.json')): time.sleep(0.01)\n")
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=200)
-    first = Writer(tmp_path, rank=0, world_size=2, attempt="first", timeout_s=10)
-    first.save(1, pieces_of("w", W))
-    first.wait()
-    assert newest_step(tmp_path) == 1
 
 
 def test_write_model_has_every_name(tmp_path: Path) -> None:

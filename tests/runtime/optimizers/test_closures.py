@@ -174,8 +174,8 @@ def test_it_goes_on_under_other_plans(name: str, legs: list[tuple[str, int]], tm
     assert furthest(weights, by_hand(name)[0]) < (EXACT, "")
 
 
-@pytest.mark.parametrize("plan", ["server=1 workers=2", "server=1 workers=2 staleness=1 colocate=yes",
-                                  "data=2 local=2"])
+@pytest.mark.parametrize("plan", ["server=1 workers=2 staleness=1 colocate=yes", "data=2 local=2", pytest.param(
+    "server=1 workers=2", marks=pytest.mark.slow)])
 def test_plans_without_a_common_evaluation_are_refused(plan: str, tmp_path: Path) -> None:
     """Before the first step, with the optimizer and plans that work."""
     with pytest.raises((RankFailed, JobError)) as failed:
@@ -194,7 +194,7 @@ def test_a_line_search_may_step_back_from_an_infinite_loss(tmp_path: Path) -> No
     assert len(losses) == 7 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+@pytest.mark.parametrize("plan", ["shard=2", pytest.param("data=2", marks=pytest.mark.slow)])
 def test_weights_that_are_not_finite_end_the_run(plan: str, tmp_path: Path) -> None:
     """On all ranks, with the evaluation that they come from."""
     with pytest.raises(RankFailed, match="evaluation 2 of step 1, and Backtracking makes weights of it"):
@@ -215,12 +215,14 @@ def test_buffers_meet_after_every_evaluation(name: str, plan: str, shares: tuple
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["wolfe", pytest.param("sam", marks=pytest.mark.slow)])
-def test_such_jobs_are_verified(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "plans", "steps"), [("wolfe", ["shard=2"], 2), *(
+    pytest.param(name, ["data=2", "shard=2"], 4, marks=pytest.mark.slow) for name in ("wolfe", "sam"))])
+def test_such_jobs_are_verified(name: str, plans: list[str], steps: int, tmp_path: Path) -> None:
     """Gradients of the first evaluation, weights, the history in the optimizer's state, and a resume."""
-    certificates = paceline.verify(JOBS[name](), ["data=2", "shard=2"], run=tmp_path / "run")
+    certificates = paceline.verify(JOBS[name](), plans, steps=steps, run=tmp_path / "run")
 
-    assert [certificate.verdict for certificate in certificates] == ["passed", "passed"]
+    assert {certificate.verdict for certificate in certificates} == {"passed"}
+    assert all(certificate.resumed_from for certificate in certificates)
 
 
 def test_which_optimizers_need_a_closure() -> None:

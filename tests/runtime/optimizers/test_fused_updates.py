@@ -50,7 +50,7 @@ def trained(run: Path, name: str, plan: str, *, resume: bool = False, steps: int
     return load_file(run / "model.safetensors")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["shard=2", "data=2 shard=2", "tensor=2", "shard=2 tensor=2", "pipeline=2 shard=2"])
 @pytest.mark.parametrize("option", ["fused", "foreach"])
 @pytest.mark.parametrize("name", UPDATES)
