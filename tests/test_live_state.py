@@ -456,7 +456,7 @@ def test_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     states = LiveStates(1)
-    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]), held={},
+    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]), local_parameters={},
                               optimizer=SimpleNamespace(state={}))
     state = live.LiveState(states, stepper, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(live.LiveState, "_movable", lambda self: {1: torch.zeros(2000).untyped_storage()})
@@ -473,7 +473,7 @@ def test_memory_for_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes that of the largest tensor and of what is not given back yet, and the next ranks need all of it again;
     without that it is not begun."""
     storages = {place: torch.zeros(2**20).untyped_storage() for place in range(3)}
-    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]), held={},
+    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]), local_parameters={},
                               optimizer=SimpleNamespace(state={}))
     state = live.LiveState(SimpleNamespace(), stepper, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(live.LiveState, "_movable", lambda self: storages)

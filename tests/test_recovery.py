@@ -157,7 +157,7 @@ def test_copies_of_replicas_that_differ_are_passed_over(tmp_path: Path, flipped:
         if flipped and rank == 0:
             state.view(torch.int32)[7] ^= 1 << 20
         stepper: Any = SimpleNamespace(
-            mesh=Mesh({"data": 2}, rank), held={"w": weight}, model=torch.nn.Module(),
+            mesh=Mesh({"data": 2}, rank), local_parameters={"w": weight}, model=torch.nn.Module(),
             buffers=SimpleNamespace(unlike=set()), step_sync=SimpleNamespace(global_weights=lambda held: held))
         rows = fingerprints(stepper, lambda axis, state=state: {"optimizer/w/exp_avg": state})
         owned = [TensorPiece("parameters/w", (1000,), (0,), weight)] if rank == 0 else []

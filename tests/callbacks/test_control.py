@@ -215,7 +215,7 @@ def test_keep_best_deletes_its_own_checkpoints_alone(tmp_path: Path):
     result = train([keeps := pl.KeepBest()], "data=2", tmp_path, resume=True, save_every=20)
     kept = {int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()}
     assert kept == {20, 30, 35, 40, 60} and result.best.step == 30
-    assert keeps.own == [30]
+    assert keeps.saved_steps == [30]
 
 
 class Tied(torch.nn.Module):

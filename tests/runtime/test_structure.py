@@ -64,7 +64,7 @@ def stepper() -> Iterator[Stepper]:
 
 
 def weight(stepper: Stepper) -> nn.Parameter:
-    return stepper.held["layer.weight"]
+    return stepper.local_parameters["layer.weight"]
 
 
 def moments(stepper: Stepper) -> dict[str, Any]:

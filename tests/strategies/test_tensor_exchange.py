@@ -19,7 +19,7 @@ PLACEMENTS: tuple[Placement, ...] = (None, Cut(0), Cut(1), Cut(2), Cut(1, 2), Su
 def held(whole: Tensor, placement: Placement, exchanges: Exchanges) -> Tensor:
     """What a rank has of a tensor; of sums each has an unequal share."""
     if isinstance(placement, Cut):
-        return exchanges.own(placement)(whole)
+        return exchanges.local_slice(placement)(whole)
     if isinstance(placement, Sum):
         return whole * (0.25 + 0.5 * exchanges.rank) * (exchanges.size if placement.mean else 1)
     return whole

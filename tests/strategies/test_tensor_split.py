@@ -34,7 +34,7 @@ def small_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cuts(stepper: Any) -> dict[str, tuple[int, int]]:
     """Dim and blocks of every weight of the blocks that is cut."""
-    found = {name: cut_of_placement(p.placements[0]) for name, p in stepper.held.items()
+    found = {name: cut_of_placement(p.placements[0]) for name, p in stepper.local_parameters.items()
              if name.startswith("blocks.0") and p.ndim > 1 and hasattr(p, "placements")}
     return {name.removeprefix("blocks.0."): (cut.dim, cut.blocks) for name, cut in found.items() if cut}
 
@@ -109,8 +109,8 @@ def test_a_rank_has_its_part_of_every_block() -> None:
 
     whole = torch.arange(12)
 
-    assert Cut(0, 3).own(whole, Mesh()).tolist() == [2, 3, 6, 7, 10, 11]  # type: ignore[arg-type]
-    assert Cut(0).own(whole, Mesh()).tolist() == [6, 7, 8, 9, 10, 11]  # type: ignore[arg-type]
+    assert Cut(0, 3).local_slice(whole, Mesh()).tolist() == [2, 3, 6, 7, 10, 11]  # type: ignore[arg-type]
+    assert Cut(0).local_slice(whole, Mesh()).tolist() == [6, 7, 8, 9, 10, 11]  # type: ignore[arg-type]
 
 
 def test_draws_apart_and_together() -> None:
@@ -172,7 +172,7 @@ def test_dropout_masks(run_ranks: Callable[..., Any]) -> None:
 
 def kept_bytes(stepper: Any) -> int:
     """What a rank keeps between forward and backward of four samples, without weights."""
-    weights = {local_part(p).untyped_storage().data_ptr() for p in stepper.held.values()}
+    weights = {local_part(p).untyped_storage().data_ptr() for p in stepper.local_parameters.values()}
     seen: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -344,7 +344,7 @@ def test_a_price_counts_what_ranks_run_and_send(run_ranks: Callable[..., Any], m
             output = stepper.layout.forward(batch)
         with torch.autograd.set_multithreading_enabled(False), _Counted() as backward:
             output.square().mean().backward()
-        held = sum(local_part(p).numel() * 4 for p in stepper.held.values())
+        held = sum(local_part(p).numel() * 4 for p in stepper.local_parameters.values())
         return [forward.exchanges, backward.exchanges, held]
 
     profile = profile_job(job)

@@ -137,15 +137,15 @@ def test_plans_that_can_not_run_a_step(name: str, plan: str) -> None:
 
 
 SERVED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    **PLANTED, "distillation": lambda patch: patch.setattr(Meetings, "held", _with_first_figures),
+    **PLANTED, "distillation": lambda patch: patch.setattr(Meetings, "take_result", _with_first_figures),
     "self_distillation": lambda patch: patch.setattr("paceline.strategies.server.ranks.server.follow", lambda *_: None),
     "actor_critic": lambda patch: patch.setattr(ServerState, "update_one", _with_a_tenth)}
 
 
-def _with_first_figures(self: Meetings, held: Callable[[Meetings], Any] = Meetings.held) -> Any:
+def _with_first_figures(self: Meetings, take_result: Callable[[Meetings], Any] = Meetings.take_result) -> Any:
     """Figures of one worker stand for all."""
     first = self.brought.get(0)
-    result = held(self)
+    result = take_result(self)
     return Sums(result.number, first["values"]) if isinstance(result, Sums) and first else result
 
 

@@ -86,7 +86,7 @@ def test_a_loss_that_compares_samples_is_named(loss: Any) -> None:
     found = problem(make_job(Mlp, loss=loss))
 
     assert found is not None and found.names == ("the loss",) and found.kind == "samples"
-    assert "the loss compares them" in found.found and "hold all samples that are compared" in found.instead
+    assert "the loss compares them" in found.reason and "hold all samples that are compared" in found.instead
 
 
 def test_ignored_targets_are_no_comparison() -> None:

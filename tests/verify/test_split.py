@@ -83,7 +83,7 @@ def test_a_rank_holds_a_part(name: str, plan: str, most: float, run_ranks: Calla
         mesh.connect()
         stepper = Stepper(split_job(name), asked, mesh, context.device)
         whole = sum(p.numel() for p in stepper.model.parameters())
-        return sum(local_part(p).numel() for p in stepper.held.values()) / whole
+        return sum(local_part(p).numel() for p in stepper.local_parameters.values()) / whole
 
     assert max(run_ranks(body, asked.world_size)) <= most
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
 from paceline.strategies.server.exchange.arrive import WeightArrivals
-from paceline.strategies.server.exchange.connection import ServerConnection, held
+from paceline.strategies.server.exchange.connection import ServerConnection, served_parameters
 from paceline.strategies.server.exchange.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
 from paceline.strategies.server.exchange.wire import Peer, Role, Uplink, connect, listen
 from paceline.strategies.server.shards import Shard, assign, fingerprint
@@ -40,7 +40,7 @@ def _parameters(flat: Tensor) -> dict[str, nn.Parameter]:
 
 def _shard() -> Shard:
     with torch.device("meta"):
-        shard, = assign(held(_parameters(torch.empty(ELEMENTS))), 1, split_tensors=True)
+        shard, = assign(served_parameters(_parameters(torch.empty(ELEMENTS))), 1, split_tensors=True)
     return shard
 
 
@@ -63,7 +63,7 @@ def server(seat: Seat) -> Iterator[None]:
         raise error
 
     exchange = ShardService(shard, ShardTerms(seat.clients if sums else 1, end=2**63), ShardEvents(
-        held=complete, ready=ready, lost=lambda peer, error: None, failed=failed), Uplink())
+        complete=complete, ready=ready, lost=lambda peer, error: None, failed=failed), Uplink())
     if sums:
         exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)

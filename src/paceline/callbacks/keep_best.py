@@ -30,8 +30,8 @@ class KeepBest(Callback):
     Raises:
         JobError: a value that makes no sense.
 
-    kept: step and figure of each, the best first; of equal ones the earlier. own: steps of the checkpoints that it
-        saved and that are still there.
+    kept: step and figure of each, the best first; of equal ones the earlier. saved_steps: of the checkpoints that
+        it saved and that are still there.
     """
 
     def __init__(self, monitor: str = "validation_loss", n: int = 1, mode: Literal["min", "max"] | None = None) -> None:
@@ -39,7 +39,7 @@ class KeepBest(Callback):
             raise JobError(f"KeepBest's n must be a whole number of at least 1, got {n!r}")
         self.monitor, self.n = Monitor(monitor, mode), n
         self.kept: list[tuple[int, float]] = []
-        self.own: list[int] = []
+        self.saved_steps: list[int] = []
 
     def problem(self, job: Job) -> str | None:
         if self.monitor.is_of_epochs:
@@ -48,7 +48,7 @@ class KeepBest(Callback):
 
     def on_start(self, run: RunHandle) -> None:
         if run.step == 0:
-            self.kept, self.own = [], []
+            self.kept, self.saved_steps = [], []
         self._note(run.folder)
 
     def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
@@ -59,15 +59,15 @@ class KeepBest(Callback):
             return
         self.kept = [*self.kept[:place], (evaluation.step, value), *self.kept[place:]][:self.n]
         if not run.save_every or evaluation.step % run.save_every:
-            self.own.append(evaluation.step)
+            self.saved_steps.append(evaluation.step)
         run.save()
 
     def on_save(self, run: RunHandle, checkpoint: CheckpointReport) -> None:
         self._note(run.folder)
         wanted = {checkpoint.step, *(step for step, _ in self.kept)}
-        for step in (step for step in self.own if step not in wanted):
+        for step in (step for step in self.saved_steps if step not in wanted):
             shutil.rmtree(run.folder / CHECKPOINTS / f"step-{step}", ignore_errors=True)
-        self.own = [step for step in self.own if step in wanted]
+        self.saved_steps = [step for step in self.saved_steps if step in wanted]
 
     def _note(self, run_dir: Path) -> None:
         from paceline.runtime.checkpoint.write import write_json
@@ -76,10 +76,10 @@ class KeepBest(Callback):
                                     "checkpoints": [{"step": step, "value": value} for step, value in self.kept]})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": [list(entry) for entry in self.kept], "own": self.own}
+        return {"kept": [list(entry) for entry in self.kept], "own": self.saved_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept, self.own = [(step, value) for step, value in state["kept"]], list(state["own"])
+        self.kept, self.saved_steps = [(step, value) for step, value in state["kept"]], list(state["own"])
 
 
 def ranking_of(run_dir: Path) -> Monitor | None:

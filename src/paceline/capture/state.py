@@ -132,21 +132,21 @@ def generators(model: nn.Module) -> list[Generator]:
     """The global ones but those of GPUs, and those that modules keep as attributes."""
     import numpy as np
 
-    found: list[Generator] = [python_generator(), numpy_generator(),
-                  (torch.default_generator.get_state, torch.default_generator.set_state)]
+    accessors: list[Generator] = [python_generator(), numpy_generator(),
+                                  (torch.default_generator.get_state, torch.default_generator.set_state)]
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, random.Random):
-                found.append((value.getstate, value.setstate))
+                accessors.append((value.getstate, value.setstate))
             elif isinstance(value, torch.Generator):
-                found.append((value.get_state, value.set_state))
+                accessors.append((value.get_state, value.set_state))
             elif isinstance(value, np.random.Generator):
                 bits = value.bit_generator
-                found.append((lambda bits=bits: bits.state,  # type: ignore[misc]
-                                   lambda state, bits=bits: setattr(bits, "state", state)))  # type: ignore[misc]
+                accessors.append((lambda bits=bits: bits.state,  # type: ignore[misc]
+                                  lambda state, bits=bits: setattr(bits, "state", state)))  # type: ignore[misc]
             elif isinstance(value, np.random.RandomState):
-                found.append((value.get_state, value.set_state))
-    return found
+                accessors.append((value.get_state, value.set_state))
+    return accessors
 
 
 def python_generator() -> Generator:

@@ -49,13 +49,13 @@ def explained(init: Callable[..., None], fields: list[str]) -> Callable[..., Non
     @wraps(init)
     def explaining(job: Any, *args: Any, **given: Any) -> None:
         if unknown := [name for name in given if name not in fields]:
-            raise JobError("; ".join(f"a job has no field '{name}': {_said(name, fields)}" for name in unknown))
+            raise JobError("; ".join(f"a job has no field '{name}': {_advice(name, fields)}" for name in unknown))
         init(job, *args, **given)
 
     return explaining
 
 
-def _said(name: str, fields: list[str]) -> str:
+def _advice(name: str, fields: list[str]) -> str:
     meant = _MEANT.get(name)
     if meant is None:
         return nearest(name, fields)

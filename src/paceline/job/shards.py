@@ -59,7 +59,7 @@ class Shards:
         self.lanes = min(lanes, len(self.paths))
         self._ends = list(accumulate(self.lengths))
         self._lane_of: dict[int, int] = {}
-        self._held: dict[int, tuple[int, list[Any]]] = {}  # by lane: a shard and its samples
+        self._open_shards: dict[int, tuple[int, list[Any]]] = {}  # by lane: a shard and its samples
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -81,14 +81,14 @@ class Shards:
 
     def _samples(self, shard: int) -> list[Any]:
         lane = self._lane_of.get(shard, shard % self.lanes)
-        open_shard, samples = self._held.get(lane, (-1, []))
+        open_shard, samples = self._open_shards.get(lane, (-1, []))
         if open_shard != shard:
-            self._held.pop(lane, None)  # before the next is read: one file of a lane at a time
+            self._open_shards.pop(lane, None)  # before the next is read: one file of a lane at a time
             samples = list(self.read(self.paths[shard]))
             if len(samples) != self.lengths[shard]:
                 raise JobError(f"the shard {self.paths[shard]} has {len(samples)} samples, and it was said or counted "
                                f"to have {self.lengths[shard]}")
-            self._held[lane] = shard, samples
+            self._open_shards[lane] = shard, samples
         return samples
 
     def _count(self, path: Any) -> int:

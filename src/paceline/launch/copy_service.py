@@ -89,24 +89,24 @@ class CopyServer:
                     pass
 
     def _proves(self, sock: socket.socket) -> bool:
-        own = secrets.token_bytes(_NONCE_BYTES)
-        sock.sendall(own)
-        theirs = _exactly(sock, _NONCE_BYTES)
-        if not hmac.compare_digest(_exactly(sock, _PROOF_BYTES), _proof(self._secret, b"peer", own, theirs)):
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        sock.sendall(nonce)
+        peer_nonce = _exactly(sock, _NONCE_BYTES)
+        if not hmac.compare_digest(_exactly(sock, _PROOF_BYTES), _proof(self._secret, b"peer", nonce, peer_nonce)):
             return False
-        sock.sendall(_proof(self._secret, b"host", own, theirs))
+        sock.sendall(_proof(self._secret, b"host", nonce, peer_nonce))
         return True
 
-    def _answer(self, sock: socket.socket, what: int, slot: int, step: int, offset: int, count: int) -> bool:
+    def _answer(self, sock: socket.socket, request: int, slot: int, step: int, offset: int, count: int) -> bool:
         """Returns whether the peer may ask again."""
-        if what == _OFFER:
+        if request == _OFFER:
             offered = self._offers.offered()
             sock.sendall(_NUMBERS.pack(_NONE if offered is None else offered, 0))
-        elif what == _TAKEN:
+        elif request == _TAKEN:
             self._offers.taken(step, count)
-        elif what == _EXTENT:
+        elif request == _EXTENT:
             sock.sendall(_NUMBERS.pack(*(self._extent(slot, step) or (_NONE, _NONE))))
-        elif what == _READ and 0 <= count <= PIECE_BYTES:
+        elif request == _READ and 0 <= count <= PIECE_BYTES:
             sock.sendall(self._part(slot, step, offset, count))
         else:
             return False
@@ -136,10 +136,10 @@ class CopyReader:
         self._sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
         self._lock = threading.Lock()
         try:
-            secret, own = address.secret.encode(), secrets.token_bytes(_NONCE_BYTES)
-            theirs = _exactly(self._sock, _NONCE_BYTES)
-            self._sock.sendall(own + _proof(secret, b"peer", theirs, own))
-            if not hmac.compare_digest(_exactly(self._sock, _PROOF_BYTES), _proof(secret, b"host", theirs, own)):
+            secret, nonce = address.secret.encode(), secrets.token_bytes(_NONCE_BYTES)
+            host_nonce = _exactly(self._sock, _NONCE_BYTES)
+            self._sock.sendall(nonce + _proof(secret, b"peer", host_nonce, nonce))
+            if not hmac.compare_digest(_exactly(self._sock, _PROOF_BYTES), _proof(secret, b"host", host_nonce, nonce)):
                 raise ConnectionError(f"what answers at {address.host}:{address.port} is no host of this run")
         except BaseException:
             self._sock.close()

@@ -272,7 +272,7 @@ class _Agent(SimpleElasticAgent):
               f"{self.num_hosts} of {place.num_hosts} hosts", file=sys.stderr, flush=True)
         copies = host.copies and asdict(replace(host.copies.address, host=address))
         pids: dict[int, Any] = {}
-        with signals.held():
+        with signals.blocked():
             for worker in worker_group.workers:
                 slot = worker.local_rank
                 host.board.write(slot, 0, "start")
@@ -381,7 +381,7 @@ class _Agent(SimpleElasticAgent):
             self._ask(lambda: store.set(key, mine.to_json()) or True)
         until_s = time.monotonic() + _HEARD_S
         while all(failure.heard for failure in known) and time.monotonic() < until_s:
-            known = [*self._failures.values(), *self._ask(lambda: _said(store, self.num_hosts))]
+            known = [*self._failures.values(), *self._ask(lambda: _reported_failures(store, self.num_hosts))]
             time.sleep(_MONITOR_S / 2)
         self._ask(lambda: store.set("failed", "1") or True)
         return cause_of(known)
@@ -414,7 +414,7 @@ class _Agent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED)
 
 
-def _said(store: Any, num_hosts: int) -> list[Failure]:
+def _reported_failures(store: Any, num_hosts: int) -> list[Failure]:
     """What hosts have said of their ranks' end."""
     keys = [f"failure/{number}" for number in range(num_hosts)]
     return [Failure.from_json(store.get(key).decode()) for key in keys if store.check([key])]

@@ -69,15 +69,15 @@ class _Link:
     def __init__(self, sock: socket.socket, key: bytes, *, is_hub: bool) -> None:
         self.sock, self._key = sock, key
         self._ours, self._theirs = (b"hub", b"spoke") if is_hub else (b"spoke", b"hub")
-        self._num_said = self._num_heard = 0
+        self._num_sent = self._num_received = 0
         self._part = b""
 
     def say(self, number: int) -> None:
         """A peer that is gone, or takes nothing, needs not be told."""
         data = _NUMBER.pack(number)
         with suppress(OSError):
-            self.sock.send(data + self._proof(self._ours, self._num_said, data))
-        self._num_said += 1
+            self.sock.send(data + self._proof(self._ours, self._num_sent, data))
+        self._num_sent += 1
 
     def hear(self) -> int | None:
         """What has come; None if that is not a whole word.
@@ -92,9 +92,9 @@ class _Link:
         if len(self._part) < _NUMBER.size + _PROOF_BYTES:
             return None
         word, proof, self._part = self._part[:_NUMBER.size], self._part[_NUMBER.size:], b""
-        if not hmac.compare_digest(proof, self._proof(self._theirs, self._num_heard, word)):
+        if not hmac.compare_digest(proof, self._proof(self._theirs, self._num_received, word)):
             raise ConnectionError("what came was not signed by the other rank")
-        self._num_heard += 1
+        self._num_received += 1
         number: int = _NUMBER.unpack(word)[0]
         return number
 
@@ -171,14 +171,14 @@ class Hub:
         if data and len(claim) < _CLAIM_BYTES + _PROOF_BYTES:
             return
         self._unproven.remove(sock)
-        said = bytes(claim[:_CLAIM_BYTES])
+        statement = bytes(claim[:_CLAIM_BYTES])
         if not data or not hmac.compare_digest(bytes(claim[_CLAIM_BYTES:]),
-                                               _keyed(self._secret, b"liveness", nonce, said)):
+                                               _keyed(self._secret, b"liveness", nonce, statement)):
             self._drop(sock)
             return
-        number, = _NUMBER.unpack(said[:_NUMBER.size])
+        number, = _NUMBER.unpack(statement[:_NUMBER.size])
         _watch_host(sock, self._silence_s)
-        self._members[number] = link = _Link(sock, _keyed(self._secret, b"words", nonce, said), is_hub=True)
+        self._members[number] = link = _Link(sock, _keyed(self._secret, b"words", nonce, statement), is_hub=True)
         self._selector.modify(sock, selectors.EVENT_READ, lambda: self._hear(number, link))
         for word in (_WELCOME, *self.lost):
             link.say(word)
@@ -239,9 +239,9 @@ class Spoke:
 
     def _joined(self, rank: int, secret: bytes) -> _Link:
         nonce = _exactly(self._sock, _NONCE_BYTES)
-        said = _NUMBER.pack(rank) + secrets.token_bytes(_NONCE_BYTES)
-        self._sock.sendall(said + _keyed(secret, b"liveness", nonce, said))
-        link = _Link(self._sock, _keyed(secret, b"words", nonce, said), is_hub=False)
+        statement = _NUMBER.pack(rank) + secrets.token_bytes(_NONCE_BYTES)
+        self._sock.sendall(statement + _keyed(secret, b"liveness", nonce, statement))
+        link = _Link(self._sock, _keyed(secret, b"words", nonce, statement), is_hub=False)
         if link.next() != _WELCOME:
             raise ConnectionError("rank 0 did not welcome this rank")
         return link

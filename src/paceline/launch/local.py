@@ -207,14 +207,14 @@ class _Ranks:
 
     def start_all(self) -> None:
         self.launch = replace(self.launch, num_starts=self.launch.num_starts + 1)
-        with signals.held():
+        with signals.blocked():
             for number in range(len(self.of)):
                 self._start(number)
 
     def _start(self, number: int) -> None:
         """Start a rank, again if it was there. It hears of a signal that came just before."""
         launch, self.of[number] = self.launch, _Rank()
-        with signals.held():
+        with signals.blocked():
             launch.board.write(number, 0, "start")
             launch.board.set_waits(number, False)
             self.processes.start(number)

@@ -31,7 +31,7 @@ def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) ->
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def blocked() -> Iterator[None]:
     """Keep requests to stop until the block ends: a fork must not meet one with its parent's handler."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:

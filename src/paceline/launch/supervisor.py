@@ -53,7 +53,7 @@ class Supervisor:
         self._socket, theirs = socket.socketpair()
         self._server: Any = multiprocessing.get_context("fork").Process(
             target=_serve, args=(main, theirs, self._socket, os.getpid()))
-        with signals.held():  # the server keeps them held: this process decides what they mean
+        with signals.blocked():  # the server keeps them blocked: this process decides what they mean
             self._server.start()
         theirs.close()
 

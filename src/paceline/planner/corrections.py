@@ -146,9 +146,9 @@ def part_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str
 
     steps: (predicted seconds of the parts, measured seconds).
 
-    >>> found = part_factors([({"compute": 2.0, "communication": 0.0}, 3.0),
-    ...                       ({"compute": 1.0, "communication": 1.0}, 2.5)])
-    >>> {name: round(factor, 2) for name, factor in found.items()}
+    >>> factors = part_factors([({"compute": 2.0, "communication": 0.0}, 3.0),
+    ...                         ({"compute": 1.0, "communication": 1.0}, 2.5)])
+    >>> {name: round(factor, 2) for name, factor in factors.items()}
     {'communication': 1.01, 'compute': 1.49}
     """
     import numpy as np

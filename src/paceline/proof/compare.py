@@ -39,7 +39,7 @@ class DifferenceRecorder:
                  ready: Callable[[], None] = lambda: None) -> None:
         self.folder, self.random, self.first_step, self.ready = folder, random, first_step, ready
         self.replica = 0
-        self.held: list[str] = []
+        self.parameter_names: list[str] = []
         self.digests: dict[str, list[bytes]] = {}
         self.marks: list[list[float]] = []
         self.losses: list[float] = []
@@ -53,7 +53,7 @@ class DifferenceRecorder:
     def initial(self, stepper: state.StateOwner) -> None:
         """The weights before a forward may have changed them."""
         self.digests = {name: [_digest(piece.tensor) for piece in pieces_of(name, p, stepper.layout.extents.get(name))]
-                        for name, p in stepper.held.items()}
+                        for name, p in stepper.local_parameters.items()}
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         self.marks.append([mark for batch in batches for mark in sample_marks(batch).tolist()])
@@ -63,7 +63,7 @@ class DifferenceRecorder:
     def gradients(self, step: int, stepper: state.StateOwner) -> None:
         if step == self.first_step:
             self.ready()
-            self.replica, self.held = stepper.replica, list(stepper.held)
+            self.replica, self.parameter_names = stepper.replica, list(stepper.local_parameters)
             if step == 0:
                 if not self.digests:
                     self.initial(stepper)
@@ -77,7 +77,8 @@ class DifferenceRecorder:
 
     def weights(self, step: int, stepper: state.StateOwner, loss: float) -> None:
         self.losses.append(loss)
-        weights = {name: p for name, p in getattr(stepper, "held", stepper.parameters).items() if is_weight(p)}
+        parameters = getattr(stepper, "local_parameters", stepper.parameters)
+        weights = {name: p for name, p in parameters.items() if is_weight(p)}
         self._compare("weight", step, weights, stepper.layout.extents)
         if not hasattr(stepper, "optimizer"):  # a worker: servers have the rest
             return
@@ -107,20 +108,20 @@ class DifferenceRecorder:
                     theirs = _region(reference, piece) if name in known else torch.zeros(())
                     distances[name] = max(distances[name], _greatest(piece.tensor.cpu(), theirs))
             distances |= {name: _greatest(reference.get_tensor(name), None)
-                          for name in known - tensors.keys() if name in self.held}
+                          for name in known - tensors.keys() if name in self.parameter_names}
         self.distances[kind].append(distances)
 
     def _compare_initial(self, stepper: state.StateOwner) -> None:
         """Weights that were equal to the last bit are; of others it is known how far they are apart now."""
         with safe_open(self.folder / "initial-0.safetensors", framework="pt") as reference:
-            known = set(reference.keys())
-            pieces = {name: pieces_of(name, p, stepper.layout.extents.get(name)) for name, p in stepper.held.items()}
-            differing = {name: p for name, p in stepper.held.items() if name not in known or self.digests[name] != [
+            known, parameters = set(reference.keys()), stepper.local_parameters
+            pieces = {name: pieces_of(name, p, stepper.layout.extents.get(name)) for name, p in parameters.items()}
+            differing = {name: p for name, p in parameters.items() if name not in known or self.digests[name] != [
                 _digest(_region(reference, piece)) for piece in pieces[name]]}
         self._compare("initial", 0, differing, stepper.layout.extents)
         distances = self.distances["initial"][-1]
         self.distances["initial"][-1] = {
-            name: distances.get(name, 0.0) if name in differing else 0.0 for name in stepper.held}
+            name: distances.get(name, 0.0) if name in differing else 0.0 for name in parameters}
 
     def _compare_stored(self, step: int, pieces: Iterator[TensorPiece]) -> None:
         """What this rank would write into a checkpoint."""
@@ -140,8 +141,8 @@ class DifferenceRecorder:
         self.stored_elements = elements
 
     def to_dict(self) -> dict[str, Any]:
-        return {"replica": self.replica, "held": self.held, "marks": self.marks, "losses": self.losses,
-                "rates": self.rates, "drawn": self.drawn, "repeats": self.repeats,
+        return {"replica": self.replica, "parameter_names": self.parameter_names, "marks": self.marks,
+                "losses": self.losses, "rates": self.rates, "drawn": self.drawn, "repeats": self.repeats,
                 "stored_elements": self.stored_elements, "evaluated": self.evaluated, "first_step": self.first_step,
                 **self.distances}
 
@@ -290,11 +291,11 @@ def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: i
     if samples:
         yield samples
         return
-    nowhere = set(reference["weight_limit"][step]) - {name for rank in ranks for name in rank["held"]}
+    nowhere = set(reference["weight_limit"][step]) - {name for rank in ranks for name in rank["parameter_names"]}
     if nowhere:
         yield f"no rank holds '{min(nowhere)}'"
         return
-    limits = [("initial", {name: 0.0 for rank in ranks for name in rank["held"]})] if step == 0 else []
+    limits = [("initial", {name: 0.0 for rank in ranks for name in rank["parameter_names"]})] if step == 0 else []
     limits += [(kind, reference[f"{kind}_limit"][step]) for kind in KINDS]
     limits.append(("stored", {f"{section}/{name}": limit for section, kind in _STORED.items()
                               for name, limit in reference[f"{kind}_limit"][step].items()}))

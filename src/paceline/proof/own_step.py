@@ -229,10 +229,10 @@ class _BuffersOfReplicas:
 
     def __init__(self, models: nn.Module, shares: Sequence[float]) -> None:
         self.models, self.shares = models, shares
-        self.originals = self._held()
+        self.originals = self._current_buffers()
         self.values = [self._copies() for _ in shares] if len(shares) > 1 else []
 
-    def _held(self) -> dict[str, torch.Tensor]:
+    def _current_buffers(self) -> dict[str, torch.Tensor]:
         """The models' buffers; one that modules share has several names."""
         return dict(self.models.named_buffers(remove_duplicate=False))
 
@@ -253,7 +253,7 @@ class _BuffersOfReplicas:
             return
         self._put(self.values[replica])
         yield
-        self.values[replica] = self._held()
+        self.values[replica] = self._current_buffers()
         self._put(self.originals)
 
     @torch.no_grad()

@@ -52,16 +52,16 @@ class Problem:
     kind: "weights" that the seed doesn't fix; a "loss" that is no mean over its samples; "samples" that see each
         other; a layer that "changes" with every forward.
     names: modules or parameters that do it; "the loss" if that does it; empty where it couldn't be told.
-    found: what was seen. instead: the conversion that makes the job exact.
+    reason: what was seen. instead: the conversion that makes the job exact.
     """
 
     kind: Literal["weights", "loss", "samples", "changes"]
     names: tuple[str, ...]
-    found: str
+    reason: str
     instead: str
 
     def __str__(self) -> str:
-        return f"{self.found}. {self.instead[:1].upper()}{self.instead[1:]}"
+        return f"{self.reason}. {self.instead[:1].upper()}{self.instead[1:]}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""

@@ -48,7 +48,7 @@ def _weighted(values: torch.Tensor) -> torch.Tensor:
 def replicated(stepper: Stepper) -> dict[str, torch.Tensor]:
     """What replicas should hold alike: the run's weights, and all buffers."""
     buffers = {name: buffer for name, buffer in stepper.model.named_buffers() if name not in stepper.buffers.unlike}
-    return {**stepper.step_sync.global_weights(stepper.held), **buffers}
+    return {**stepper.step_sync.global_weights(stepper.local_parameters), **buffers}
 
 
 def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int, edited: Collection[str] = (),

@@ -74,7 +74,7 @@ def needs_neighbour(stepper: StateOwner, context: RankContext) -> bool:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _RankCopy:
     """A copy of a rank in a slot of a host. prints: of what it held that replicas should hold alike, by replicas."""
 
     slot: int
@@ -102,26 +102,26 @@ class _RestartPoint:
 
 @dataclass(frozen=True)
 class _HostMemory:
-    """What a host of this start has, and where it serves that. held: copies. live: the state itself that its own ranks
-    have left, if it is whole and alike on replicas."""
+    """What a host of this start has, and where it serves that. copies: of its own ranks and of others. live: the state
+    itself that its own ranks have left, if it is whole and alike on replicas."""
 
     address: CopyAddress
-    held: tuple[_Held, ...]
-    live: tuple[_Held, ...]
+    copies: tuple[_RankCopy, ...]
+    live: tuple[_RankCopy, ...]
 
-    def whole(self, point: _RestartPoint) -> Iterator[list[_Held]]:
+    def whole(self, point: _RestartPoint) -> Iterator[list[_RankCopy]]:
         """What it has of that of all ranks of a host."""
-        hosts: dict[int, dict[int, _Held]] = {}
-        for held in self.live if point.is_live else self.held:
-            if (held.attempt, held.step) == (point.attempt, point.step):
-                hosts.setdefault(held.host, {}).setdefault(held.rank, held)
+        hosts: dict[int, dict[int, _RankCopy]] = {}
+        for copy in self.live if point.is_live else self.copies:
+            if (copy.attempt, copy.step) == (point.attempt, point.step):
+                hosts.setdefault(copy.host, {}).setdefault(copy.rank, copy)
         for of_host in hosts.values():
             if len(of_host) == next(iter(of_host.values())).host_ranks:
                 yield [of_host[rank] for rank in sorted(of_host)]
 
 
 def _own_memory(copies: HostCopies) -> _HostMemory:
-    held = []
+    rank_copies = []
     for slot in range(copies.memory.num_ranks):
         for step in copies.memory.steps(slot):
             index = json.loads(copies.memory.index(slot, step))
@@ -132,11 +132,11 @@ def _own_memory(copies: HostCopies) -> _HostMemory:
                     row = bytearray(8 * shape[1])
                     copies.memory.read_into(slot, step, offset, memoryview(row))
                     prints[name] = hashlib.sha256(row).hexdigest()[:16]
-            held.append(_Held(slot, step, prints=prints, **index["origin"]))
-    return _HostMemory(copies.address, tuple(held), _own_live(copies))
+            rank_copies.append(_RankCopy(slot, step, prints=prints, **index["origin"]))
+    return _HostMemory(copies.address, tuple(rank_copies), _own_live(copies))
 
 
-def _own_live(copies: HostCopies) -> tuple[_Held, ...]:
+def _own_live(copies: HostCopies) -> tuple[_RankCopy, ...]:
     states, slots = copies.memory.live, range(copies.num_ranks)
     step = live_step(states, slots)
     if step is None:
@@ -146,7 +146,7 @@ def _own_live(copies: HostCopies) -> tuple[_Held, ...]:
         return ()
     prints = live_prints(states, slots, step)
     origins = [json.loads(states.index(slot) or b"")["origin"] for slot in slots]
-    return tuple(_Held(slot, step, prints={f"part {origin['part']}": str(prints.get(origin["part"]))}, **origin)
+    return tuple(_RankCopy(slot, step, prints={f"part {origin['part']}": str(prints.get(origin["part"]))}, **origin)
                  for slot, origin in zip(slots, origins, strict=True))
 
 
@@ -156,12 +156,12 @@ def _all_memory(context: RankContext, copies: HostCopies) -> list[_HostMemory]:
     assert store is not None
     keys = [f"copies/{host}" for host in range(context.world_size // num_local)]
     if context.slot == 0:
-        own = _own_memory(copies)
-        store.set(keys[context.rank // num_local], json.dumps(asdict(own)))
+        host_memory = _own_memory(copies)
+        store.set(keys[context.rank // num_local], json.dumps(asdict(host_memory)))
     with waiting:
         documents = [json.loads(text) for text in store.multi_get(keys)]
     return [_HostMemory(CopyAddress(**document["address"]), *(
-        tuple(_Held(**held) for held in document[kind]) for kind in ("held", "live"))) for document in documents]
+        tuple(_RankCopy(**entry) for entry in document[kind]) for kind in ("copies", "live"))) for document in documents]
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ def open_newest(context: RankContext, run_dir: Path,
 def _chosen(memory: _Memory, run_dir: Path, accept: Callable[[Checkpoint], str | None]) -> list[_RestartPoint]:
     """What ranks go on from; if that is no copy, the copies that stay beside it come next."""
     least, most = newest_saved_step(run_dir), last_step(run_dir / JOURNAL)
-    known = {_RestartPoint(held.step, is_live, held.attempt) for host in memory.hosts
-             for is_live, kind in ((False, host.held), (True, host.live)) for held in kind}
+    known = {_RestartPoint(entry.step, is_live, entry.attempt) for host in memory.hosts
+             for is_live, kind in ((False, host.copies), (True, host.live)) for entry in kind}
     chosen: list[_RestartPoint] = []
     for point in sorted((point for point in known if point.step >= least), reverse=True,
                         key=lambda point: (point.step, not point.is_live, point.attempt)):
@@ -304,19 +304,19 @@ def _copy_live(memory: _Memory, chosen: Sequence[_RestartPoint]) -> None:
         store.set(f"copied/{memory.own_host}", "1")
     with waiting:
         store.multi_get([f"copied/{host}" for host in hosts])
-    memory.hosts = [replace(host, held=host.live, live=()) for host in memory.hosts]
+    memory.hosts = [replace(host, copies=host.live, live=()) for host in memory.hosts]
 
 
 def _fault(memory: _Memory, point: _RestartPoint) -> str | None:
     """Why hosts do not have all of it, or not as replicas held it alike; None if they have."""
-    there = [held for host in memory.hosts for whole in host.whole(point) for held in whole]
-    parts = {held.part for held in there}
-    if not there or len(parts) < there[0].num_parts:
-        return f"hosts that are here have {len(parts)} of its {there[0].num_parts if there else 'many'} parts"
+    entries = [entry for host in memory.hosts for whole in host.whole(point) for entry in whole]
+    parts = {entry.part for entry in entries}
+    if not entries or len(parts) < entries[0].num_parts:
+        return f"hosts that are here have {len(parts)} of its {entries[0].num_parts if entries else 'many'} parts"
     rows: dict[str, dict[int, str]] = {}
-    for held in there:
-        for name, digest in held.prints.items():
-            rows.setdefault(name, {})[held.rank] = digest
+    for entry in entries:
+        for name, digest in entry.prints.items():
+            rows.setdefault(name, {})[entry.rank] = digest
     for of_replicas in rows.values():
         if len(set(of_replicas.values())) > 1:
             return f"the state {who_differs(list(of_replicas), list(of_replicas.values()))}"
@@ -330,13 +330,13 @@ def _open(memory: _Memory, point: _RestartPoint) -> HostsCopy:
     document: dict[str, Any] = {}
     for host in ((memory.own_host + i) % num_hosts for i in range(num_hosts)):
         for whole in memory.hosts[host].whole(replace(point, is_live=False)):
-            if {held.part for held in whole} <= parts:
+            if {entry.part for entry in whole} <= parts:
                 continue
-            parts |= {held.part for held in whole}
-            for held in whole:
-                index = memory.index(host, held.slot, point.step)
+            parts |= {entry.part for entry in whole}
+            for entry in whole:
+                index = memory.index(host, entry.slot, point.step)
                 document = document or index["document"] or {}
-                _add(tensors, index["tensors"], f"{host}:{held.slot}")
+                _add(tensors, index["tensors"], f"{host}:{entry.slot}")
     return HostsCopy(Path(f"copy-{point.step}"), point.step, document, tensors, memory)
 
 

@@ -147,7 +147,7 @@ class LiveState:
 
     def _known(self, storages: Collection[int]) -> dict[int, list[torch.Tensor]]:
         """The parameters, and the tensors of the optimizer's state, in each storage."""
-        values = chain(self.stepper.held.values(), *(
+        values = chain(self.stepper.local_parameters.values(), *(
             entry.values() for entry in self.stepper.optimizer.state.values() if isinstance(entry, dict)))
         known: dict[int, list[torch.Tensor]] = {key: [] for key in storages}
         for tensor in {id(each): each for each in values if isinstance(each, torch.Tensor)}.values():
@@ -230,10 +230,10 @@ class LiveState:
         self.states.change(self.slot)
 
     def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter in self.stepper.held.values()]
+        return [parameter._version for parameter in self.stepper.local_parameters.values()]
 
     def _prints(self) -> list[int]:
-        return [int(fingerprint(parameter)) for parameter in self.stepper.held.values()]
+        return [int(fingerprint(parameter)) for parameter in self.stepper.local_parameters.values()]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -301,7 +301,7 @@ def _index(structure: Structure, places: Sequence[int | None], mesh: Any, origin
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _StoredBox:
     """A box of a tensor that a rank holds, and where."""
 
     rank: int
@@ -361,9 +361,9 @@ def _is_whole(states: LiveStates, ranks: Sequence[int], step: int) -> bool:
     return all(boxes is not None and boxes.keys() <= there.keys() for boxes in others)
 
 
-def _boxes_at(states: LiveStates, ranks: Iterable[int], step: int) -> dict[tuple[str, Region], _Held]:
+def _boxes_at(states: LiveStates, ranks: Iterable[int], step: int) -> dict[tuple[str, Region], _StoredBox]:
     """From where each box of each tensor after this step is read: of the first rank that has it."""
-    chosen: dict[tuple[str, Region], _Held] = {}
+    chosen: dict[tuple[str, Region], _StoredBox] = {}
     for rank in ranks:
         if states.step(rank) == step:
             for key, box in (_boxes(states, rank) or {}).items():
@@ -371,17 +371,17 @@ def _boxes_at(states: LiveStates, ranks: Iterable[int], step: int) -> dict[tuple
     return chosen
 
 
-def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _Held] | None:
+def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _StoredBox] | None:
     """What a rank held after its newest note; None if it has none."""
-    index = states.index(rank)
-    if index is None:
+    text = states.index(rank)
+    if text is None:
         return None
-    held = json.loads(index)
-    boxes: dict[tuple[str, Region], _Held] = {}
-    for name, entry in held["tensors"].items():
+    index = json.loads(text)
+    boxes: dict[tuple[str, Region], _StoredBox] = {}
+    for name, entry in index["tensors"].items():
         for where, offset, offsets, shape in entry["pieces"]:
             region = Region(tuple(offsets), tuple(shape))
-            boxes[name, region] = _Held(rank, held["part"], DTYPES[entry["dtype"]], tuple(entry["shape"]), region,
+            boxes[name, region] = _StoredBox(rank, index["part"], DTYPES[entry["dtype"]], tuple(entry["shape"]), region,
                                         where, offset)
     return boxes
 
@@ -412,17 +412,17 @@ def copy_live(states: LiveStates, copies: StepSlots, slots: Sequence[int], step:
     keep: steps whose copies stay."""
     boxes = _boxes_at(states, slots, step)
     for slot in slots:
-        held = json.loads(states.index(slot) or b"")
+        live_index = json.loads(states.index(slot) or b"")
         tensors: dict[str, dict[str, Any]] = {}
         offset = 0
-        own = [(name, box) for (name, _), box in boxes.items() if box.rank == slot]
-        for name, box in own:
+        slot_boxes = [(name, box) for (name, _), box in boxes.items() if box.rank == slot]
+        for name, box in slot_boxes:
             entry = tensors.setdefault(name, {"shape": box.shape, "dtype": DTYPE_NAMES[box.dtype], "pieces": []})
             entry["pieces"].append((offset, box.region.offsets, box.region.shape))
             offset += box.num_bytes
-        index = {"document": _document(states, slot), "origin": held["origin"], "tensors": tensors}
-        copies.write(slot, step, (bytes_of(_read_box(states, box)) for _, box in own), json.dumps(index).encode(),
-                     keep=keep)
+        copy_index = {"document": _document(states, slot), "origin": live_index["origin"], "tensors": tensors}
+        copies.write(slot, step, (bytes_of(_read_box(states, box)) for _, box in slot_boxes),
+                     json.dumps(copy_index).encode(), keep=keep)
     for slot in slots:
         states.forget(slot)
 
@@ -439,7 +439,7 @@ def live_prints(states: LiveStates, slots: Sequence[int], step: int) -> dict[int
 
 def live_disagreement(states: LiveStates, ranks: Iterable[int], step: int) -> str | None:
     """Which tensor in the arenas of replicas is not the same after this step; None if all are."""
-    first: dict[tuple[int, str, Region], _Held] = {}
+    first: dict[tuple[int, str, Region], _StoredBox] = {}
     for rank in (rank for rank in ranks if states.step(rank) == step):
         for (name, region), box in (_boxes(states, rank) or {}).items():
             if box.where != _ARENA:
@@ -450,12 +450,12 @@ def live_disagreement(states: LiveStates, ranks: Iterable[int], step: int) -> st
     return None
 
 
-def _are_equal(states: LiveStates, box: _Held, other: _Held) -> bool:
+def _are_equal(states: LiveStates, box: _StoredBox, other: _StoredBox) -> bool:
     """A tensor at a time, as it is read."""
     return torch.equal(_read_box(states, box), _read_box(states, other))
 
 
-def _read_box(states: LiveStates, box: _Held) -> torch.Tensor:
+def _read_box(states: LiveStates, box: _StoredBox) -> torch.Tensor:
     flat = torch.empty(box.num_bytes, dtype=torch.uint8, device="cpu")
     _read(states, box.rank, box.where, box.offset, bytes_of(flat))
     return flat

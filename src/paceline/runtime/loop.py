@@ -728,9 +728,9 @@ def _copy(run: _Run) -> None:
     sends = copier.neighbour is not None and _is_sent(run, copier, copier.neighbour) and run.step >= copier.next_send
     if run.copier is None:
         return
-    alike = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
-    own = state.pieces(run.stepper, host_ranks=context.local_world_size if context.host_copies is not None else None)
-    copier.copy(run.step, chain(own, alike), _copy_document(run),
+    fingerprints = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
+    pieces = state.pieces(run.stepper, host_ranks=context.local_world_size if context.host_copies is not None else None)
+    copier.copy(run.step, chain(pieces, fingerprints), _copy_document(run),
                 is_for_updates=partial(state.is_for_updates, run.stepper), began_s=began_s)
     if copier.num_copies == 2 and run.live is None:  # all ranks have the one before
         copier.copies.live.forget(context.slot)

@@ -38,7 +38,7 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
         TrainingError: neither a scalar nor (sum, count).
     """
     if isinstance(value, tuple | list) and len(value) == 2:
-        total, count = _one(value[0], f"{name} returned a sum"), _one(value[1], f"{name} returned a count")
+        total, count = _scalar(value[0], f"{name} returned a sum"), _scalar(value[1], f"{name} returned a count")
         return Tally(total, count.detach(), is_mean=False)
     if isinstance(value, Real) and not isinstance(value, bool) and name != "the loss":
         value = torch.as_tensor(float(value), dtype=torch.float64)
@@ -51,7 +51,7 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
     return Tally(value.reshape(()), float(samples), is_mean=True)
 
 
-def _one(part: Any, what: str) -> torch.Tensor:
+def _scalar(part: Any, what: str) -> torch.Tensor:
     """A part of (sum, count) as a scalar tensor."""
     if isinstance(part, Real):
         return torch.as_tensor(float(part), dtype=torch.float64)

@@ -141,15 +141,15 @@ class Recheck:
         """Around a step, counted from 0. Gives what is to be called when its gradients are summed, before the update.
         Collective."""
         before = _Moment(self.stepper)
-        theirs = self._computed((self.place + 1) % len(self.ranks), step)
+        neighbour_row = self._computed((self.place + 1) % len(self.ranks), step)
         before.restore()
-        if theirs is None:
+        if neighbour_row is None:
             self._end("a forward meets other replicas, and gives another result with their samples in another order")
             yield None
             return
-        own: dict[str, torch.Tensor] = {}
-        with gradients_seen(self.stepper.synchronisers, _note_in(own), sums=True):
-            yield lambda stepper: self._compare(step, own, theirs, before)
+        fingerprints: dict[str, torch.Tensor] = {}
+        with gradients_seen(self.stepper.synchronisers, _note_in(fingerprints), sums=True):
+            yield lambda stepper: self._compare(step, fingerprints, neighbour_row, before)
 
     def _computed(self, place: int, step: int) -> torch.Tensor | None:
         """Fingerprints of the gradients of a replica's samples, computed here; None if that met other replicas.
@@ -189,14 +189,17 @@ class Recheck:
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return [int(value) for value in values.tolist()]
 
-    def _compare(self, step: int, own: dict[str, torch.Tensor], theirs: torch.Tensor, before: _Moment) -> None:
+    def _compare(self, step: int, fingerprints: dict[str, torch.Tensor], neighbour_row: torch.Tensor,
+                 before: _Moment) -> None:
         """
+        neighbour_row: fingerprints of the gradients of the next replica's samples, as this replica computed them.
+
         Raises:
             DriftError: on all ranks; that of a culprit is the one that counts.
         """
         count = len(self.ranks)
-        machine = torch.tensor([_machine(self.stepper.device)], device=theirs.device)
-        rows = self._gathered(torch.cat([machine, self._row(own), theirs])).cpu()
+        machine = torch.tensor([_machine(self.stepper.device)], device=neighbour_row.device)
+        rows = self._gathered(torch.cat([machine, self._row(fingerprints), neighbour_row])).cpu()
         firsts, seconds = rows[:, 1:].chunk(2, 1)
         seconds = seconds.roll(1, 0)  # in row k what the replica before k came to of its samples
         differs = firsts != seconds
@@ -212,7 +215,7 @@ class Recheck:
             if not wrong:
                 self._end(why)
                 return
-            names = list(own)
+            names = list(fingerprints)
             at = next((names[int(row.nonzero()[0])] for row in differs if row.any()), names[0])
             self._refuse(step, at, wrong, why)
 
@@ -225,7 +228,7 @@ class Recheck:
             places: Of the replicas whose samples it is about.
         """
         count, after = len(self.ranks), _Moment(self.stepper)
-        gradients = [(p, None if p.grad is None else p.grad.clone()) for p in self.stepper.held.values()]
+        gradients = [(p, None if p.grad is None else p.grad.clone()) for p in self.stepper.local_parameters.values()]
         unstable, odd = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
         have_others = False
         for place in places:

@@ -66,7 +66,7 @@ class StateOwner(Protocol):
     @property
     def layout(self) -> Ownership: ...
     @property
-    def held(self) -> dict[str, torch.nn.Parameter]: ...
+    def local_parameters(self) -> dict[str, torch.nn.Parameter]: ...
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]: ...
     @property
@@ -108,7 +108,7 @@ def pieces(stepper: StateOwner, *, of_others: bool = False, host_ranks: int | No
         if of_others or owners.owns(tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)):
             yield from pieces_of(name, tensor.detach(), extent)
     for kept in stepper.kept():
-        cut_along = axes_cut(stepper.held[kept.like]) if kept.like else ()
+        cut_along = axes_cut(stepper.local_parameters[kept.like]) if kept.like else ()
         alike = stepper.mesh.part_axes if kept.replica else stepper.mesh.alike_axes
         if not of_others and not owners.owns(tuple(axis for axis in alike if axis not in cut_along),
                                              _whole_bytes(kept.tensor)):
@@ -116,7 +116,7 @@ def pieces(stepper: StateOwner, *, of_others: bool = False, host_ranks: int | No
         if not kept.like:
             yield from pieces_of(kept.name, kept.tensor)
         elif kept.like in stepper.layout.owned:
-            for piece in pieces_of(kept.like, stepper.held[kept.like].detach()):
+            for piece in pieces_of(kept.like, stepper.local_parameters[kept.like].detach()):
                 yield TensorPiece(kept.name, piece.shape, piece.offsets, kept.tensor)
 
 
@@ -141,7 +141,7 @@ def _tensors(stepper: StateOwner, owners: Owners) -> Iterator[tuple[str, torch.T
     """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
     mesh, owned, extents = stepper.mesh, stepper.layout.owned, stepper.layout.extents
     everywhere = mesh.alike_axes
-    shared = stepper.step_sync.global_weights(stepper.held)
+    shared = stepper.step_sync.global_weights(stepper.local_parameters)
     yield from ((f"parameters/{name}", parameter, everywhere, extents.get(name)) for name, parameter in shared.items()
                 if name in owned)
     yield from ((f"buffers/{name}", buffer, everywhere, None)
@@ -149,7 +149,7 @@ def _tensors(stepper: StateOwner, owners: Owners) -> Iterator[tuple[str, torch.T
                 if name in stepper.layout.owned_buffers)
     own_steps = stepper.step_sync.has_own_steps
     prefix = _own_prefix(mesh.copy) if own_steps else ""
-    for name, parameter in stepper.optimizer_state.held().items():
+    for name, parameter in stepper.optimizer_state.local_parameters().items():
         is_alone = name in stepper.optimizer_state.alone
         if name not in owned and not is_alone:
             continue
@@ -387,11 +387,11 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
     return open_checkpoint(run_dir / "checkpoints" / name, checksums=False) if name else None
 
 
-def load_weights(model: torch.nn.Module, held: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint,
+def load_weights(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint,
                  extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
     """Read parameters, buffers and attributes into the model; each rank reads only the parts it holds."""
     with torch.no_grad():
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             if f"parameters/{name}" not in left_out(checkpoint):
                 checkpoint.read_into(f"parameters/{name}", parameter, extents.get(name))
         for name, buffer in persistent_buffers(model).items():
@@ -415,7 +415,7 @@ class _Saved:
     def read(self, name: str, like: str = "") -> torch.Tensor:
         if not like:
             return self.checkpoint.read(name)
-        parameter = self.stepper.held[like]
+        parameter = self.stepper.local_parameters[like]
         for piece in pieces_of(like, parameter.detach()):
             return self.checkpoint.read(name, piece.offsets, tuple(piece.tensor.shape))
         return torch.zeros(local_part(parameter).shape)
@@ -430,7 +430,7 @@ def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
     Raises:
         CheckpointError: the optimizer's state doesn't fit this job's.
     """
-    load_weights(stepper.model, stepper.held, checkpoint, stepper.layout.extents)
+    load_weights(stepper.model, stepper.local_parameters, checkpoint, stepper.layout.extents)
     _restore_optimizer(stepper, checkpoint)
     if stepper.schedule is not None:
         stepper.schedule.load_state_dict(_unplain(checkpoint.document["schedule"], None))
@@ -456,7 +456,7 @@ def _restore_optimizer(stepper: StateOwner, checkpoint: Checkpoint) -> None:
     for full_name, names in _optimizer_tensors(stepper, checkpoint).items():
         name, key = _name_and_key(full_name, every)
         stored.setdefault(name, {})[key] = names
-    for name, parameter in state.held().items():
+    for name, parameter in state.local_parameters().items():
         values = {key: _unplain(value, None) for key, value in saved.get("values", {}).get(name, {}).items()}
         _restore_state(_Reader(checkpoint, parameter, stored.get(name, {}), stepper.layout.extents.get(name),
                                options.get(id(state.parameters[name]), {}), is_plain=name in state.distributed),

@@ -90,15 +90,16 @@ class GatheredBatch(StepBatch):
 
     def __init__(self, batch: StepBatch, gather: Callable[[Any], Any], samples: int) -> None:
         super().__init__([MicroBatch(None, None, samples)])
-        self._own, self._gather = batch, gather
+        self._local_batch, self._gather = batch, gather
 
     @cached_property
     def input(self) -> Any:
-        return self._gather(self._own.input)
+        return self._gather(self._local_batch.input)
 
     @cached_property
     def target(self) -> Any:
-        return self.input if self._own.target is self._own.input else self._gather(self._own.target)
+        local = self._local_batch
+        return self.input if local.target is local.input else self._gather(local.target)
 
 
 def is_list_of_samples(value: Any, samples: int) -> bool:

@@ -107,7 +107,7 @@ class Evaluation:
 class Stepper:
     """The model, optimizer and schedule of one rank, and how they take a step together with the other ranks.
 
-    held: parameters of this rank by name, as it holds them (whole, or a shard). parameters: the trainable ones.
+    local_parameters: those of this rank by name, as it holds them (whole, or a shard). parameters: the trainable ones.
     trainable: all trainable parameters of the model; stand-ins without memory where another rank holds them.
     trace: notes what is done when, if it is set.
     spikes: judges each step before its update, if it is set; see `watch`.
@@ -147,8 +147,8 @@ class Stepper:
             logger.info("linear layers that stay in bf16: %s",
                         "; ".join(f"'{path}' {reason}" for path, reason in left.items()))
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.held = dict(self.layout.module.named_parameters())
-        self.parameters = {name: p for name, p in self.held.items() if p.requires_grad}
+        self.local_parameters = dict(self.layout.module.named_parameters())
+        self.parameters = {name: p for name, p in self.local_parameters.items() if p.requires_grad}
         sparse = sparsely_trained(self.model)
         self.sparsely_trained = [p for name, p in self.parameters.items() if name in sparse]
         built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh, sparse=sparse)
@@ -162,9 +162,9 @@ class Stepper:
             raise JobError(f"{type(self.optimizer).__name__} evaluates the loss itself, and a step of loss scaling has "
                            "one evaluation", hint='precision="bf16" or "float32", or an optimizer without a closure')
         self.schedule = build_schedule(job, self.optimizer)
-        refuse_apart(job.followers, self.held)
+        refuse_apart(job.followers, self.local_parameters)
         self.buffers = ChangingBuffers(self.model, with_frozen=self.step_sync.has_own_steps)
-        self.edits = Edits({name: p for name, p in self.held.items() if not is_sharded(p)})
+        self.edits = Edits({name: p for name, p in self.local_parameters.items() if not is_sharded(p)})
         self.has_begun = False
         self.note_verb: Callable[[int, str], None] | None = None  # leaves word of each verb of a step of one's own
         self.saw_unused = False
@@ -337,7 +337,7 @@ class Stepper:
 
     def _follow(self, step: int) -> None:
         """Move followers after a step, numbered from 0."""
-        follow(self.job.followers, self.held, dict(self.model.named_buffers()), step + 1)
+        follow(self.job.followers, self.local_parameters, dict(self.model.named_buffers()), step + 1)
         for name in self.job.followers:
             end_evaluation(self.parts[name].synchronisers)
 
@@ -480,7 +480,7 @@ class Stepper:
         return len(self.mesh.replicas) > 1 and bool(self.buffers.news()), *edited
 
     def _let_go_of_gradients(self) -> None:
-        for p in self.held.values():
+        for p in self.local_parameters.values():
             if p.grad is not None:
                 p.grad = None
 

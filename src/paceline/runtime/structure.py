@@ -36,7 +36,7 @@ class Structure:
         self.fixed_document = state.fixed_document(stepper)
         self._optimizer, modules = stepper.optimizer, list(stepper.model.modules())
         groups, by_parameter = self._optimizer.param_groups, self._optimizer.state
-        self._dicts = [stepper.held, *(module._buffers for module in modules), *by_parameter.values()]
+        self._dicts = [stepper.local_parameters, *(module._buffers for module in modules), *by_parameter.values()]
         self._places = [] if stepper.attributes is None else list(stepper.attributes.places())
         holders = {id(holder): holder for holder, _ in self._places}.values()
         self._sized: list[Collection[Any]] = [

@@ -64,10 +64,10 @@ def _choose(job: Job, where: Cluster, *, may_be_fewer: bool) -> Chosen:
         question = PlanningProblem.of(job, device=where.first_here)
     except Exception as error:  # the model may do anything when it is profiled
         return Chosen(default_plan(job, len(where.devices)), f"it can't be priced: {error}".partition("\n")[0])
-    return _found(replace(question, may_be_fewer=may_be_fewer), where)
+    return _search(replace(question, may_be_fewer=may_be_fewer), where)
 
 
-def _found(question: PlanningProblem, where: Cluster) -> Chosen:
+def _search(question: PlanningProblem, where: Cluster) -> Chosen:
     """First by prediction alone, among plans that leave the model whole; then, where the run is long enough, by trying
     the best of all."""
     answer = replace(question, may_split=False, times_operators=False).search(where)

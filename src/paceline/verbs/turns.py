@@ -96,8 +96,8 @@ def gain(warm: Sequence[Pair]) -> Gain:
     is as wide with two thirds of the pairs as the median's.
 
     >>> pairs = [Pair(StepSeconds(0.8, 1.5), StepSeconds(1.0, 2.0)), Pair(StepSeconds(0.8, 1.4), StepSeconds(1.0, 2.0))]
-    >>> found = gain(pairs * 8)
-    >>> round(found.seconds, 3), round(found.low_s, 3), round(found.high_s, 3)
+    >>> step_gain = gain(pairs * 8)
+    >>> round(step_gain.seconds, 3), round(step_gain.low_s, 3), round(step_gain.high_s, 3)
     (0.275, 0.25, 0.3)
     """
     side_by_side = min(1.0, statistics.median(pair.without.clock_s / pair.without.computed_s for pair in warm))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.strategies.server.exchange.arrive import WeightArrivals
-from paceline.strategies.server.exchange.connection import held
+from paceline.strategies.server.exchange.connection import served_parameters
 from paceline.strategies.server.exchange.serve import bytes_of
 from paceline.strategies.server.shards import Shard, assign
 
@@ -37,7 +37,7 @@ class Instant:
 
 def _arrivals(model: nn.Module, *, servers: int = 2, compress: str = "none") -> WeightArrivals:
     parameters = dict(model.named_parameters())
-    shards = assign(held(parameters), servers, compress=compress, chunk_bytes=64)
+    shards = assign(served_parameters(parameters), servers, compress=compress, chunk_bytes=64)
     found = WeightArrivals(parameters, [Instant(shard) for shard in shards])  # type: ignore[misc]
     found.ask(3)
     found.begin()

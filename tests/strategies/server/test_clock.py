@@ -44,7 +44,7 @@ class Play:
                 self.sending += [(s, lease.update) for s in range(self.clock.num_servers)]
         elif kind == "hold":
             self.sending.remove((which[0], which[1]))
-            self.clock.held(*which)
+            self.clock.gradient_complete(*which)
         else:
             self.made.append(self.clock.made(which[0]))
             self.by_worker.setdefault(self.owner[which[0]], []).append(self.clock.version)
@@ -127,7 +127,7 @@ def test_the_steps_of_the_dead_are_made_by_others(data: st.DataObject, staleness
 
 def _finish(clock: Clock, worker: int, lease: Lease) -> None:
     clock.finished(worker, lease.update)
-    clock.held(0, lease.update)
+    clock.gradient_complete(0, lease.update)
     for update in clock.ready():
         clock.made(update)
 
@@ -188,7 +188,7 @@ def test_a_dropped_update_is_not_made():
     lost = clock.lease(0)
     assert lost is not None
     assert clock.leave(0) == [lost.update]
-    clock.held(0, lost.update)
+    clock.gradient_complete(0, lost.update)
     again = clock.lease(1)
 
     assert again is not None and again.turn == lost.turn and again.update != lost.update

@@ -28,11 +28,11 @@ def test_figures_are_summed_in_the_order_of_workers(order: list[int]) -> None:
     figures, three = {0: [1e16, 1.0], 1: [1.0, 2.0], 2: [-1e16, 4.0]}, meetings()
     for worker in order[:2]:
         three.bring(worker, {"figures": 7, "values": figures[worker]})
-        assert three.held() is None
+        assert three.take_result() is None
     three.bring(order[2], {"figures": 7, "values": figures[order[2]]})
 
-    assert three.held() == Sums(7, [1e16 + 1.0 - 1e16, 7.0])
-    assert three.held() is None and three.number == 8
+    assert three.take_result() == Sums(7, [1e16 + 1.0 - 1e16, 7.0])
+    assert three.take_result() is None and three.number == 8
 
 
 def test_an_update_waits_for_the_servers_that_hold_it() -> None:
@@ -41,14 +41,14 @@ def test_an_update_waits_for_the_servers_that_hold_it() -> None:
     three.hold(1, 7, 9.0)  # gradients may be there before their workers say so
     for worker, unused in enumerate((["a", "b"], ["b"], ["b", "c"])):
         three.bring(worker, update("actor", *unused))
-    assert three.held() is None
+    assert three.take_result() is None
     three.hold(0, 7, 16.0)
 
-    assert three.held() == OneUpdate(7, "actor", 1.0 / (5.0 + 1e-6), frozenset("b"))
+    assert three.take_result() == OneUpdate(7, "actor", 1.0 / (5.0 + 1e-6), frozenset("b"))
     for worker in range(3):
         three.bring(worker, update("critic", number=8))
     three.hold(1, 8, 1e6)
-    assert three.held() == OneUpdate(8, "critic", 1.0, frozenset())
+    assert three.take_result() == OneUpdate(8, "critic", 1.0, frozenset())
 
 
 @pytest.mark.parametrize(("mine", "words"), [

@@ -74,7 +74,7 @@ class Served:
         self.failed: queue.Queue[Exception] = queue.Queue()
         self.exchange = ShardService(
             SHARD, ShardTerms(num_parts, end=100, keeps_sending=True, measures=True),
-            ShardEvents(held=lambda *told: self.held.put(told), ready=lambda gradients, scale: None,
+            ShardEvents(complete=lambda *told: self.held.put(told), ready=lambda gradients, scale: None,
                         lost=lambda *told: self.lost.put(told), failed=self.failed.put), Uplink())
         self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT,
                              identity=identity)
@@ -385,7 +385,7 @@ class Attacked:
         self.failed: queue.Queue[Exception] = queue.Queue()
         self.exchange = ShardService(
             TABLED, ShardTerms(1, end=100, keeps_sending=True, measures=True), ShardEvents(
-                held=lambda update, squares: self.held.put(update), ready=lambda gradients, scale: None,
+                complete=lambda update, squares: self.held.put(update), ready=lambda gradients, scale: None,
                 lost=lambda peer, error: self.exchange.dismiss(peer.number, peer.incarnation, keeps=[]),
                 failed=self.failed.put), Uplink())
         for view in self.exchange.views.values():

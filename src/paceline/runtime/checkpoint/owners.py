@@ -36,7 +36,7 @@ class Owners:
     def _ranks(self, axes: Iterable[str]) -> list[int]:
         axes = tuple(axes)
         if axes not in self._ranks_of:
-            host_ranks, own = self._host_ranks, self._mesh.rank
+            host_ranks, this_rank = self._host_ranks, self._mesh.rank
             self._ranks_of[axes] = [rank for rank in self._mesh.ranks_over(axes)
-                                    if host_ranks is None or rank // host_ranks == own // host_ranks]
+                                    if host_ranks is None or rank // host_ranks == this_rank // host_ranks]
         return self._ranks_of[axes]

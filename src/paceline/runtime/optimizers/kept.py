@@ -57,7 +57,7 @@ class OptimizerState:
                            hint="keep it in self.state[parameter] or in attributes that are numbers, tensors or dicts "
                                 "from parameters to these, or implement state_dict and load_state_dict")
         has_part = len(self.parameters) < len(names) or any(
-            hasattr(p, "device_mesh") for p in self.held().values())
+            hasattr(p, "device_mesh") for p in self.local_parameters().values())
         where = "its state_dict" if self.through_state_dict else f"'{next(iter(self.unnamed), '')}'"
         if has_part and (self.through_state_dict or self.unnamed):
             raise PlanRefused(f"{kind} keeps tensors in {where} by position, and this rank has some of the parameters "
@@ -69,7 +69,7 @@ class OptimizerState:
         """Whether all that steps change lies in `state` and the groups of one optimizer."""
         return not (self.changing or self.through_state_dict or len(parts_of(self.optimizer).optimizers) > 1)
 
-    def held(self) -> dict[str, torch.nn.Parameter]:
+    def local_parameters(self) -> dict[str, torch.nn.Parameter]:
         """What the optimizer updates, as ranks hold it."""
         return {**self.parameters, **self.distributed}
 

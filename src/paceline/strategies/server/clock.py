@@ -42,7 +42,7 @@ class _Update:
     turn: int
     workers: dict[int, int]
     finished: set[int] = field(default_factory=set)
-    held_by: set[int] = field(default_factory=set)
+    complete_on: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -149,10 +149,10 @@ class Clock:
         member.sent += 1
         self.updates[update].finished.add(worker)
 
-    def held(self, server: int, update: int) -> None:
+    def gradient_complete(self, server: int, update: int) -> None:
         """A server holds its share of all parts of an update. Of one that was dropped it is no news."""
         if update in self.updates:
-            self.updates[update].held_by.add(server)
+            self.updates[update].complete_on.add(server)
 
     def ready(self) -> list[int]:
         """Updates that can be made, oldest first."""
@@ -180,7 +180,7 @@ class Clock:
         return number
 
     def _is_complete(self, update: _Update) -> bool:
-        return len(update.finished) == self.parts and len(update.held_by) == self.num_servers
+        return len(update.finished) == self.parts and len(update.complete_on) == self.num_servers
 
     def _note_slowest(self) -> None:
         slowest = min((member.finished for member in self.workers.values()), default=self._slowest)

@@ -41,7 +41,7 @@ class PieceModule(nn.Module):
         """
         if id(piece) not in self.runs:
             self.runs[id(piece)] = (piece, self._wrap(piece, self.split(piece) if self.split else piece.run))
-        parameters = tuple(map(self.held, piece.parameters))
+        parameters = tuple(map(self.parameter_of, piece.parameters))
         return run_purely(self.runs[id(piece)][1], piece, parameters, tensors)
 
     def wrap_runs(self, wrap: Callable[[Piece, Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -51,7 +51,7 @@ class PieceModule(nn.Module):
     def holds(self, names: Iterable[str]) -> bool:
         return all(name in self.apart or name in self.attributes for name in names)
 
-    def held(self, name: str) -> nn.Parameter:
+    def parameter_of(self, name: str) -> nn.Parameter:
         """A parameter by its name in the model."""
         parameter = self.apart[name] if name in self.apart else self._parameters[self.attributes[name]]
         assert parameter is not None
@@ -117,7 +117,7 @@ class PieceModules(nn.Module):
         given = [buffer.clone() if name in piece.changes else buffer
                  for name, buffer in zip(piece.buffers, buffers, strict=True)]
         edited = [] if module is None or self.keeps_changes else [
-            module.held(name) for name in piece.parameters if name in piece.changes]
+            module.parameter_of(name) for name in piece.parameters if name in piece.changes]
         before = [parameter.detach().clone() for parameter in edited]
         outputs = self._outputs(module, piece, given, inputs)
         count = len(piece.outputs)
@@ -134,7 +134,8 @@ class PieceModules(nn.Module):
         """See `run_purely`."""
         if module is not None:
             return module(piece, *buffers, *inputs)
-        return run_purely(self._run_of(piece), piece, tuple(map(self._held, piece.parameters)), (*buffers, *inputs))
+        parameters = tuple(map(self._parameter_of, piece.parameters))
+        return run_purely(self._run_of(piece), piece, parameters, (*buffers, *inputs))
 
     def _module_of(self, piece: Piece) -> PieceModule | None:
         if id(piece) not in self._holders:
@@ -150,8 +151,8 @@ class PieceModules(nn.Module):
         return next((module for module in self.by_key.values() if piece.parameters and module.holds(piece.parameters)),
                     None)
 
-    def _held(self, name: str) -> nn.Parameter:
-        return next((module.held(name) for module in self.by_key.values() if module.holds([name])),
+    def _parameter_of(self, name: str) -> nn.Parameter:
+        return next((module.parameter_of(name) for module in self.by_key.values() if module.holds([name])),
                     getattr(self, name_of_attribute(name), None))  # type: ignore[return-value]
 
     def _run_of(self, piece: Piece) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -142,7 +142,7 @@ class SplitJob:
                 returns=tuple(StageMessage(f"{value.name}<{stage.number}", home[value.name], value.num_bytes)
                               for value in stage.inputs if value.differentiable and home[value.name] != place))
             taken.update(value.name for value in stage.inputs)
-        parameters = self._held(place, sizes, assignment)
+        parameters = self._parameters_of(place, sizes, assignment)
         return RankCost(
             self._profile(parameters, _once(segments, halves), _unit_of(pieces)), stages, assignment.orders[place],
             batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches), action_s=ACTION_S,
@@ -161,7 +161,8 @@ class SplitJob:
                        update=whole.update.times(part),
                        update_peak_bytes=round(whole.update_peak_bytes * largest / of_all) if of_all else 0)
 
-    def _held(self, place: int, sizes: Mapping[str, Parameter], assignment: Assignment) -> dict[str, Parameter]:
+    def _parameters_of(self, place: int, sizes: Mapping[str, Parameter],
+                       assignment: Assignment) -> dict[str, Parameter]:
         """Parameters of a place, in the model's order. What no piece uses is on the first."""
         used: dict[str, set[int]] = {}
         for piece in self.example.pieces:

@@ -27,7 +27,7 @@ class Cut:
     def divides(self, length: int, ranks: int) -> bool:
         return length % (self.blocks * ranks) == 0
 
-    def own(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def local_slice(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """This rank's part of a whole tensor: a view where there is one block."""
         length = tensor.shape[self.dim] // (self.blocks * mesh.size())
         parts = tensor.unflatten(self.dim, (self.blocks, -1))

@@ -127,9 +127,9 @@ class Exchanges:
         """Source of the pairs: see the module."""
         match before, after:
             case Cut() as cut, None:
-                return Move(cut, None, self.gather(cut), self.own(cut))
+                return Move(cut, None, self.gather(cut), self.local_slice(cut))
             case None, Cut() as cut:
-                return Move(None, cut, self.own(cut), self.gather(cut))
+                return Move(None, cut, self.local_slice(cut), self.gather(cut))
             case Cut() as first, Cut() as second:
                 return Move(first, second, self.swap(first, second), self.swap(second, first))
             case Sum(), None:
@@ -208,13 +208,13 @@ class Exchanges:
 
         return gathered
 
-    def own(self, cut: Cut) -> Function:
+    def local_slice(self, cut: Cut) -> Function:
         def part(x: torch.Tensor) -> torch.Tensor:  # never a view, which nobody could edit in place
-            return self._own(x, cut).clone(memory_format=torch.contiguous_format)
+            return self._local_slice(x, cut).clone(memory_format=torch.contiguous_format)
 
         return part
 
-    def _own(self, x: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def _local_slice(self, x: torch.Tensor, cut: Cut) -> torch.Tensor:
         length = x.shape[cut.dim] // (cut.blocks * self.size)
         if cut.blocks == 1:
             return x.narrow(cut.dim, self.rank * length, length)
@@ -247,7 +247,7 @@ class Exchanges:
         """Another part of what is cut."""
         if before.blocks > 1 or after.blocks > 1 or before.dim == after.dim:
             gathered = self.gather(before)
-            return lambda x: self._own(gathered(x), after).clone(memory_format=torch.contiguous_format)
+            return lambda x: self._local_slice(gathered(x), after).clone(memory_format=torch.contiguous_format)
 
         def swapped(x: torch.Tensor) -> torch.Tensor:
             sent = x.unflatten(after.dim, (self.size, -1)).movedim(after.dim, 0).contiguous()

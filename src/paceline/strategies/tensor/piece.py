@@ -90,7 +90,7 @@ class SplitPiece:
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank has of a parameter that is cut."""
         if self.derive:
-            return self.cuts[name].own(tensor, self.mesh)
+            return self.cuts[name].local_slice(tensor, self.mesh)
         leaf = leaf_of(tensor)
         return local_part(tensor) if leaf is None else leaf
 

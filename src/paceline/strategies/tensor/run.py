@@ -110,7 +110,7 @@ class TensorSplit:
         for name in [name for name in tensors if name in self.cuts]:
             assert self.mesh is not None
             cut = self.cuts[name]
-            part = cut.own(tensors[name].data, self.mesh)
+            part = cut.local_slice(tensors[name].data, self.mesh)
             parameters[name] = nn.Parameter(_distributed(part, self.mesh, cut, device or part.device),
                                             requires_grad=tensors[name].requires_grad)
             if device is not None:  # sharding puts other parameters in their places

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def held(parameters: Mapping[str, nn.Parameter]) -> list[ServedParameter]:
+def served_parameters(parameters: Mapping[str, nn.Parameter]) -> list[ServedParameter]:
     """Parameters as servers see them."""
     return [ServedParameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
             for name, p in parameters.items()]

@@ -195,14 +195,14 @@ class ShardTerms:
 class ShardEvents:
     """What a service calls when something happens.
 
-    held: on some thread, with an update whose gradient is all here, and the sum of its squares.
+    complete: on some thread, with an update whose gradient is all here, and the sum of its squares.
     ready: on some thread, while `making` is held, with the summed gradients of slices of an update that is open, and
         their scale; to be applied at once.
     lost: on some thread, when a peer is gone or sent what it may not.
     failed: on the thread in which anything else went wrong.
     """
 
-    held: Callable[[int, float], None]
+    complete: Callable[[int, float], None]
     ready: Callable[[Mapping[str, torch.Tensor], float], None]
     lost: Callable[[Peer, WireError], None]
     failed: Callable[[Exception], None]
@@ -531,7 +531,7 @@ class ShardService:
         if self.terms.measures:
             squares = sum(map(_squares, (*(gradient.view(-1) for gradient in gathering.gradients.values()), *(
                 gradient.values() for gradient in self._of_tables(gathering).values()))))
-        self.events.held(update, squares)
+        self.events.complete(update, squares)
 
     def _sum(self, gathering: _Gathering, number: int) -> None:
         """All parts of a chunk are here."""

@@ -344,7 +344,7 @@ class Coordinator(Server):
             update = message["held"]
             if update in self.clock.updates:  # else it was dropped, or a worker made it up
                 self.squares[update] = self.squares.get(update, 0.0) + message["squares"]
-                self.clock.held(peer.number, update)
+                self.clock.gradient_complete(peer.number, update)
         elif "lost" in message and not self.over:
             self._lose(Peer(Role.CONTROL, message["lost"], message["incarnation"]), WireError(message["why"]))
         elif "copied" in message:
@@ -423,14 +423,14 @@ class Coordinator(Server):
     def _end_meeting(self) -> None:
         """Do what comes of what all workers brought to a meeting within a step, once all is there."""
         assert self.meetings is not None
-        meeting = self.meetings.held()
-        if isinstance(meeting, Sums):
+        result = self.meetings.take_result()
+        if isinstance(result, Sums):
             for worker in self.workers.values():
                 with suppress(WireError):  # its end is in the inbox
-                    worker.connection.send_message({"met": meeting.number, "values": meeting.values})
-        elif meeting is not None:
-            self._order({"update": meeting.number, "optimizer": meeting.optimizer, "clip": meeting.clip,
-                         "unused": sorted(meeting.unused)})
+                    worker.connection.send_message({"met": result.number, "values": result.values})
+        elif result is not None:
+            self._order({"update": result.number, "optimizer": result.optimizer, "clip": result.clip,
+                         "unused": sorted(result.unused)})
 
     def _lose(self, peer: Peer, error: WireError) -> None:
         """A peer is gone. Workers can be, under staleness; what they left behind is dropped everywhere."""

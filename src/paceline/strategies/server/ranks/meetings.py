@@ -88,7 +88,7 @@ class Meetings:
         if number >= self.number:  # else a worker made it up
             self.squares.setdefault(number, {})[server] = squares
 
-    def held(self) -> Sums | OneUpdate | None:
+    def take_result(self) -> Sums | OneUpdate | None:
         """What comes of the meeting, once all is there; it is over then."""
         if len(self.brought) < self.num_workers:
             return None

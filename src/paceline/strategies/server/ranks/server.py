@@ -59,7 +59,7 @@ class Server:
         measures = job.clip is not None or any(spec(each).clip is not None for each in job.optimizers.values())
         terms = ShardTerms(sync.workers if sync.staleness == 0 else 1, end, keeps_sending=sync.staleness != 0,
                            measures=measures, compress=plan.modifiers.compress)
-        events = ShardEvents(held=self._held, ready=self._ready, lost=self._lost, failed=self._failed)
+        events = ShardEvents(complete=self._complete, ready=self._ready, lost=self._lost, failed=self._failed)
         self.exchange = ShardService(shards[number], terms, events, task.uplink)
         self.shelf = ServerState(job, plan, number, shards, model, self.exchange)
         if not settings.is_trial and not job.models:
@@ -213,7 +213,7 @@ class Server:
         self.context.step = self.step + 1
         self.history.add(order["end"])
         observer, shelf = self.settings.observer, self.shelf
-        follow(self.job.followers, shelf.held, {}, self.step + 1)
+        follow(self.job.followers, shelf.local_parameters, {}, self.step + 1)
         if observer is not None:
             for name, gradient in self.gradients.items():
                 shelf.parameters[name].grad = gradient
@@ -253,7 +253,7 @@ class Server:
     def _ready(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         self.shelf.update_slices(gradients, scale)
 
-    def _held(self, update: int, squares: float) -> None:
+    def _complete(self, update: int, squares: float) -> None:
         self.tell({"held": update, "squares": squares})
 
     def _failed(self, error: Exception) -> None:

@@ -24,7 +24,7 @@ from paceline.runtime.prepare import build_in_files
 from paceline.runtime.state import persistent_buffers
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
-from paceline.strategies.server.exchange.connection import held, rows
+from paceline.strategies.server.exchange.connection import rows, served_parameters
 from paceline.strategies.server.exchange.rows import tables
 from paceline.strategies.server.exchange.serve import ShardService
 from paceline.strategies.server.ranks.roles import servers_of
@@ -53,9 +53,9 @@ def deal_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Pla
         updaters = dict.fromkeys(parameters, ("", optimizer))
     dealt = [replace(parameter, optimizer=updaters[parameter.name][0],
                      may_split=is_elementwise(updaters[parameter.name][1]))
-             for parameter in held({name: p for name, p in parameters.items() if name not in names})]
+             for parameter in served_parameters({name: p for name, p in parameters.items() if name not in names})]
     return assign(dealt, servers_of(plan).server, compress=plan.modifiers.compress,
-                  tables=held({name: p for name, p in parameters.items() if name in names}))
+                  tables=served_parameters({name: p for name, p in parameters.items() if name in names}))
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,14 @@ class ServerState:
             extents |= dict.fromkeys((part.name, *mine), Extent(part.shape, part.offsets))
         frozen = {name: p for name, p in every.items() if not p.requires_grad and name not in following
                   } if server == 0 else {}
-        self.held = {**self.parameters, **followers, **frozen}
+        self.local_parameters = {**self.parameters, **followers, **frozen}
         self.freezing = Freezing(job, model)
         if job.models:
-            load_models(job, model, self.held, extents)
+            load_models(job, model, self.local_parameters, extents)
         elif job.init is not None:
-            load_initial(Weights.of(job.init), model, self.held, extents)
-        self.layout = Owned(frozenset(self.held), frozenset(persistent_buffers(model) if server == 0 else ()), extents)
+            load_initial(Weights.of(job.init), model, self.local_parameters, extents)
+        self.layout = Owned(frozenset(self.local_parameters),
+                            frozenset(persistent_buffers(model) if server == 0 else ()), extents)
         built = build_optimizer(job, self.trainable, self.parameters)
         self.optimizer: torch.optim.Optimizer = built.optimizer
         self.groups, self.optimizer_state = built.groups, built.state
@@ -166,8 +167,8 @@ class ServerState:
         if self.optimizer.param_groups:
             self.optimizer.step()
         if rate != 1.0:
-            for group, own in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = own
+            for group, rate_before in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate_before
         if ends_step:
             step_schedule(self.schedule)
         self.drop_gradients()

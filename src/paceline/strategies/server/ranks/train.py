@@ -139,5 +139,5 @@ class _WithTables:
         tables = shelf.parameters.keys() - stepper.parameters.keys()
         self.replica = stepper.replica
         self.parameters = {**stepper.parameters, **{name: shelf.parameters[name] for name in tables}}
-        self.held = {**stepper.held, **self.parameters}
+        self.local_parameters = {**stepper.local_parameters, **self.parameters}
         self.layout = replace(shelf.layout, extents={name: shelf.layout.extents[name] for name in tables})

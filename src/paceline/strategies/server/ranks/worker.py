@@ -70,7 +70,7 @@ class Worker:
         if self.stepper.freezing.changes and not job.models:
             self._send_zeros_for_frozen(tables_of_rows)
         for name in tables_of_rows:  # no rank that works holds them
-            del self.stepper.parameters[name], self.stepper.held[name]
+            del self.stepper.parameters[name], self.stepper.local_parameters[name]
         self.rows = Rows(tables_of_rows, self.links)
         self.arrivals = WeightArrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
         self.order = Order.of(job)
@@ -197,8 +197,8 @@ class Worker:
             checkpoint = open_copy(copies, version, servers) if copies is not None and (
                 copies.newest(servers) == version) else open_checkpoint(
                     self.settings.run_dir / CHECKPOINTS / f"step-{version}")
-            for name in followed(self.job.followers, self.stepper.held):
-                checkpoint.read_into(f"parameters/{name}", self.stepper.held[name].data)
+            for name in followed(self.job.followers, self.stepper.local_parameters):
+                checkpoint.read_into(f"parameters/{name}", self.stepper.local_parameters[name].data)
 
     def _take_step(self, order: dict[str, Any]) -> dict[str, Any]:
         """A step of the job's own."""
@@ -407,7 +407,7 @@ class _Elsewhere:
 
     def __init__(self, replica: int) -> None:
         self.replica = replica
-        self.held: dict[str, torch.nn.Parameter] = {}
+        self.local_parameters: dict[str, torch.nn.Parameter] = {}
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.layout = _Nothing()
 
@@ -417,7 +417,7 @@ class _Weights:
 
     def __init__(self, stepper: Stepper) -> None:
         self.replica, self.layout = stepper.replica, stepper.layout
-        self.held, self.parameters = stepper.held, stepper.parameters
+        self.local_parameters, self.parameters = stepper.local_parameters, stepper.parameters
 
 
 class _Nothing:
