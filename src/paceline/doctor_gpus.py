@@ -222,8 +222,8 @@ def judge_links(access: Sequence[Sequence[bool]], cards: Sequence[Card | None],
     slow = []
     for first in range(len(access)):
         for other in range(first + 1, len(access)):
-            ours, theirs = cards[first], cards[other]
-            wire = between(ours, theirs) if ours is not None and theirs is not None else None
+            card, other_card = cards[first], cards[other]
+            wire = between(card, other_card) if card is not None and other_card is not None else None
             reads = access[first][other] and access[other][first]
             kinds.setdefault((wire.name if wire else "wires unknown", reads), []).append((first, other))
             carried = measured.get((first, other))

@@ -289,8 +289,8 @@ def _open_imports(job_path: Path) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] in finder.module_names]:
             del sys.modules[name]
     others = [finder for finder in sys.meta_path if not isinstance(finder, _Neighbours | _NeverItself)]
-    kept = [finder for finder in earlier if finder.job_path.parent != job_path.parent]
-    sys.meta_path[:] = [_NeverItself(job_path), *others, _Neighbours(job_path), *kept]
+    other_finders = [finder for finder in earlier if finder.job_path.parent != job_path.parent]
+    sys.meta_path[:] = [_NeverItself(job_path), *others, _Neighbours(job_path), *other_finders]
     importlib.invalidate_caches()  # a neighbour may have been written a moment ago
 
 

@@ -69,8 +69,8 @@ class Card:
 
     def num_nvlinks(self, other: Card) -> int:
         """That lead to another card, directly or through switches."""
-        ours, theirs = dict(self.nvlinks), dict(other.nvlinks)
-        return ours.get(other.bus_id, 0) or min(ours.get(SWITCH, 0), theirs.get(SWITCH, 0))
+        links, other_links = dict(self.nvlinks), dict(other.nvlinks)
+        return links.get(other.bus_id, 0) or min(links.get(SWITCH, 0), other_links.get(SWITCH, 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,13 +127,13 @@ def test_steps_that_lost_ranks_told_nobody_of_are_told_where_others_go_on(tmp_pa
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.writelines(json.dumps({"step": n, "epoch": 0, "samples": 8 * n, "loss": 1.0}) + "\n" for n in steps)
 
-    controller.asked({"event": "start", "step": 0}, lambda order: None)
+    controller.on_question({"event": "start", "step": 0}, lambda order: None)
     take(range(1, 4))
-    controller.told()
+    controller.on_report()
     take(range(4, 6))
-    controller.asked({"event": "start", "step": 5, "keeps": True}, lambda order: None)
+    controller.on_question({"event": "start", "step": 5, "keeps": True}, lambda order: None)
     take(range(6, 7))
-    controller.told()
+    controller.on_report()
     assert looks.told == [1, 2, 3, 4, 5, 6]
 
 

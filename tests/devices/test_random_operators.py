@@ -89,7 +89,7 @@ def test_the_mean_is_that_of_the_draws(name: str):
     with WithoutRandomness() as random:
         mean = DRAWS[name]()
 
-    assert random.off and not random.left
+    assert random.off and not random.left_on
     assert mean.dtype == drawn.dtype and mean.shape == drawn.shape and mean.unique().numel() == 1
     assert float(drawn.mean()) == pytest.approx(float(mean[0]), abs=0.05) and drawn.unique().numel() > 1
 
@@ -108,4 +108,4 @@ def test_a_leaky_slope_goes_back_as_it_went_forth(dtype: torch.dtype):
 def test_what_has_no_mean_is_named():
     with WithoutRandomness() as random:
         torch.multinomial(torch.ones(4), 1)
-    assert random.left == {"multinomial"}
+    assert random.left_on == {"multinomial"}

@@ -11,7 +11,7 @@ import torch
 from paceline.cluster import Cluster
 from paceline.errors import OutOfMemory
 from paceline.launch.failure import RankFailed
-from paceline.launch.limit import STACKS_BYTES, held_to
+from paceline.launch.limit import STACKS_BYTES, limited_to
 from paceline.launch.local import run_local
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
@@ -53,7 +53,7 @@ def test_what_python_takes_counts_too():
 def test_other_errors_pass_and_the_limit_ends():
     """The limit changes nothing about errors of another kind, and does not outlive its block."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with pytest.raises(ValueError, match="no"), held_to(Cluster.local("cpu:0", memory="1GiB").devices[0]):
+    with pytest.raises(ValueError, match="no"), limited_to(Cluster.local("cpu:0", memory="1GiB").devices[0]):
         assert resource.getrlimit(resource.RLIMIT_DATA) != before
         raise ValueError("no")
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
@@ -61,5 +61,5 @@ def test_other_errors_pass_and_the_limit_ends():
 
 def test_without_a_limit_nothing_is_limited():
     """What a device has by itself is not enforced."""
-    with held_to(Cluster.local("cpu:0").devices[0]):
+    with limited_to(Cluster.local("cpu:0").devices[0]):
         assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY

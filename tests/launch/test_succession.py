@@ -160,7 +160,7 @@ def test_the_meeting_place_moves(tmp_path: Path):
     for host in one, two:
         host.meet().set("word", "kept")
     assert zero.start([0, 1, 2]) == 1 and zero.start([0]) == 0
-    zero._kept = None  # its process is gone, and the store with it
+    zero._kept_store = None  # its process is gone, and the store with it
     with pytest.raises(RendezvousConnectionError, match="the others go on without it, once more than half"):
         two.meet()  # it says so, and waits for host 1
     assert not one.meet().check(["word"])

@@ -66,11 +66,11 @@ def test_many_buffers_meet_together(run_ranks: Callable[..., Any]):
         counts = []
         reduce = dist.all_reduce
         dist.all_reduce = lambda *args, **kwargs: (counts.append(1), reduce(*args, **kwargs))[1]
-        for news in (True, False):  # the stepper's own all-reduce tells
+        for has_unsynced in (True, False):  # the stepper's own all-reduce tells
             for one in model:
                 one.see(2.0 + context.rank)
             counts.clear()
-            buffers.meet(0.5, dist.group.WORLD, news=news)
+            buffers.meet(0.5, dist.group.WORLD, has_unsynced=has_unsynced)
         return len(counts)
 
     assert run_ranks(body, 2) == [2, 2]
@@ -198,7 +198,7 @@ def test_attributes_that_differ_are_named_once(run_ranks: Callable[..., Any], ca
         for _ in range(2):
             model.tokens += 5 + context.rank
             model.last = f"of {context.rank}"
-            buffers.meet(0.5, dist.group.WORLD, news=bool(buffers.news()))
+            buffers.meet(0.5, dist.group.WORLD, has_unsynced=bool(buffers.unsynced()))
         return [str(model.tokens), model.last, *said]
 
     for rank, (tokens, last, *said) in enumerate(run_ranks(body, 2)):
@@ -216,7 +216,7 @@ def test_a_cache_that_grows_with_its_inputs_is_left_alone(run_ranks: Callable[..
         for lengths in ((2, 3), (3, 3)):
             model.see(2.0 + context.rank)
             model.replaced = torch.full((lengths[context.rank],), float(context.rank))
-            buffers.meet(0.5, dist.group.WORLD, news=True)
+            buffers.meet(0.5, dist.group.WORLD, has_unsynced=True)
             seen += [model.in_place.tolist(), model.replaced.tolist()]
         return seen
 

@@ -79,7 +79,7 @@ def test_blocks_are_what_playing_every_event_gives(text):
     costs = list(ranks(PROFILE, plan, SOFTWARE, samples=4.0, flops_per_byte=200.0))
     programs = [stage_program(cost, plan, "cuda", snapshot=False, software=SOFTWARE) for cost in costs]
     exact = play_together(programs, [rates] * len(costs), network, precision="bf16",
-                          apart=plan.world_size // plan.axes.pipeline)
+                          rank_stride=plan.world_size // plan.axes.pipeline)
 
     assert step_s == pytest.approx(max(t.step_s for t in exact), rel=0.01)
     assert max(one.timeline.peak_memory_bytes for one in played) == pytest.approx(

@@ -139,7 +139,7 @@ def test_plans_that_can_not_run_a_step(name: str, plan: str) -> None:
 SERVED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     **PLANTED, "distillation": lambda patch: patch.setattr(Meetings, "take_result", _with_first_figures),
     "self_distillation": lambda patch: patch.setattr("paceline.strategies.server.ranks.server.follow", lambda *_: None),
-    "actor_critic": lambda patch: patch.setattr(ServerState, "update_one", _with_a_tenth)}
+    "actor_critic": lambda patch: patch.setattr(ServerState, "step_optimizer", _with_a_tenth)}
 
 
 def _with_first_figures(self: Meetings, take_result: Callable[[Meetings], Any] = Meetings.take_result) -> Any:
@@ -150,9 +150,9 @@ def _with_first_figures(self: Meetings, take_result: Callable[[Meetings], Any] =
 
 
 def _with_a_tenth(self: ServerState, name: str, *, clip: float,
-                  update_one: Callable[..., None] = ServerState.update_one) -> None:
+                  step_optimizer: Callable[..., None] = ServerState.step_optimizer) -> None:
     """Gradients of one optimizer are taken for smaller ones."""
-    update_one(self, name, clip=clip / 10 if name == "actor" else clip)
+    step_optimizer(self, name, clip=clip / 10 if name == "actor" else clip)
 
 
 @pytest.mark.timeout(300)

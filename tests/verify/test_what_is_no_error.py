@@ -108,7 +108,7 @@ def test_an_attribute_that_replicas_keep_apart_is_seen(monkeypatch: pytest.Monke
     """A tensor in an attribute counts like a buffer."""
     from paceline.runtime.buffers import ChangingBuffers
 
-    monkeypatch.setattr(ChangingBuffers, "meet", lambda self, weight, group, *, news=None: None)
+    monkeypatch.setattr(ChangingBuffers, "meet", lambda self, weight, group, *, has_unsynced=None: None)
     found = verdict(make_job(CentreInAttribute, precision="float64"), "data=2", steps=1)
     assert found.verdict == "failed" and "buffer of 'centre'" in str(found.reason), found.describe()
 

@@ -60,14 +60,15 @@ class RunController:
         self._samples = 0
         self._epoch_loss: dict[int, tuple[float, int]] = {}  # sum over samples, and their number
         self._evaluation: EvaluationReport | None = None
-        self._told: dict[tuple[int, str], int] = {}  # the last step or epoch that a callback was told of
+        self._latest_calls: dict[tuple[int, str], int] = {}  # the last step or epoch that a callback was told of
         self._answers: dict[tuple[str, int, int | None], dict[str, Any]] = {}  # by event, step and epoch
         self._sent: list[tuple[int, Requests]] = []  # while ranks went on, after which step
-        self._heard = {"start": self._start, "epoch": self._epoch, "evaluation": self._evaluated, "save": self._saved}
+        self._handlers = {"start": self._start, "epoch": self._epoch, "evaluation": self._evaluated,
+                          "save": self._saved}
 
     # --- Heard from rank 0 ------------------------------------------------------------------------------------------
 
-    def told(self) -> dict[str, Any] | None:
+    def on_report(self) -> dict[str, Any] | None:
         """Steps were taken. Returns what callbacks ask of the ranks since the last time; None if nothing."""
         self._read_steps()
         if not self.run._requests:
@@ -75,7 +76,7 @@ class RunController:
         self._sent.append((self.run.step, self.run._requests))
         return self._taken_requests()
 
-    def asked(self, event: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
+    def on_question(self, event: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
         """Ranks wait after a step. Returns what callbacks ask of them, and "callbacks", their state, where it is asked
         for.
 
@@ -92,8 +93,8 @@ class RunController:
         try:
             if kind == "state":
                 answer["callbacks"] = self._states()
-            elif self.error is None and kind in self._heard:
-                self._heard[kind](event)
+            elif self.error is None and kind in self._handlers:
+                self._handlers[kind](event)
         finally:
             self.run._weights = None
         answer |= self._taken_requests()
@@ -104,8 +105,8 @@ class RunController:
         return answer
 
     def _taken_requests(self) -> dict[str, Any]:
-        taken, self.run._requests = self.run._requests, Requests()
-        return taken.to_dict()
+        requests, self.run._requests = self.run._requests, Requests()
+        return requests.to_dict()
 
     def _start(self, event: Mapping[str, Any]) -> None:
         """Ranks begin, or begin again: callbacks with state go back to what it was at that step, and are told again of
@@ -138,23 +139,23 @@ class RunController:
         self._sent.clear()
 
     def _restore(self, saved: list[dict[str, Any]] | None, *, step: int, is_again: bool) -> None:
-        left = list(saved if saved is not None else (self._initial or []) if is_again else [])
+        saved_states = list(saved if saved is not None else (self._initial or []) if is_again else [])
         for callback in self.callbacks:
             if "state_dict" not in hooks_of(callback):
                 continue
             kind = type(callback).__name__
-            state = next((entry for entry in left if entry["kind"] == kind), None)
+            state = next((entry for entry in saved_states if entry["kind"] == kind), None)
             if state is not None:
-                left.remove(state)
+                saved_states.remove(state)
                 self._protected(callback, "load_state_dict", state["state"])
             elif saved is not None:
                 print(f"note: the checkpoint holds no state of the callback {kind}, which starts anew", file=sys.stderr)
             # What the state knows of, and nothing else, it was told of.
             windows, per_epoch = self.run.job.windows, self.run.job.steps_per_epoch
             epochs = windows.epoch(step) if windows is not None else step // per_epoch if per_epoch else 0
-            self._told |= {(id(callback), hook): epochs - 1 if hook == "on_epoch" else step
+            self._latest_calls |= {(id(callback), hook): epochs - 1 if hook == "on_epoch" else step
                            for hook in hooks_of(callback)}
-        for entry in left if saved is not None else ():
+        for entry in saved_states if saved is not None else ():
             print(f"note: the checkpoint holds the state of a callback {entry['kind']}, which this run does not have",
                   file=sys.stderr)
 
@@ -216,9 +217,9 @@ class RunController:
             if hook not in hooks_of(callback):
                 continue
             if number is not None:
-                if number <= self._told.get((id(callback), hook), -1):
+                if number <= self._latest_calls.get((id(callback), hook), -1):
                     continue
-                self._told[id(callback), hook] = number
+                self._latest_calls[id(callback), hook] = number
             self._protected(callback, hook, self.run, *values)
 
     def _protected(self, callback: Callback, method: str, *values: Any) -> Any:
@@ -281,10 +282,10 @@ class RunController:
             else:
                 raise UsageError(f"run.log: {name!r} is a {type(value).__name__}",
                                  hint="numbers, text, arrays of two or three dims, and figures can be logged")
-        told = {name: value for name, value in logged.items() if not isinstance(value, Image)}
-        if told:
+        figures = {name: value for name, value in logged.items() if not isinstance(value, Image)}
+        if figures:
             with (self.run.folder / LOGGED).open("a") as file:
-                file.write(json.dumps({"step": self.run.step, **told}) + "\n")
+                file.write(json.dumps({"step": self.run.step, **figures}) + "\n")
         self._call("on_log", self.run.step, logged)
 
     # --- Weights and the end ----------------------------------------------------------------------------------------

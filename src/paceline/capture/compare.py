@@ -164,7 +164,7 @@ class _ModuleOutputs:
     def __enter__(self) -> None:
         for path, module in self.model.named_modules():
             self._handles.append(module.register_forward_hook(
-                lambda module, given, output, path=path: self._note(path, output)))
+                lambda module, inputs, output, path=path: self._note(path, output)))
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:

@@ -190,8 +190,8 @@ class _Watch:
     def watching(self) -> Iterator[None]:
         handles = []
         for path, module in self.model.named_modules():
-            handles += [module.register_forward_pre_hook(lambda module, given, path=path: self._enter(path)),
-                        module.register_forward_hook(lambda module, given, output, path=path: self._leave(
+            handles += [module.register_forward_pre_hook(lambda module, inputs, path=path: self._enter(path)),
+                        module.register_forward_hook(lambda module, inputs, output, path=path: self._leave(
                             path, output))]
         try:
             yield

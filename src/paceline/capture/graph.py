@@ -144,13 +144,13 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     """A model of Transformers returns what speeds up generating text, unless its configuration says otherwise; no loss
     is computed from that, and it is nothing that can be passed on. An encoder and a decoder have their own ones."""
     configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
-    kept: list[Any] = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in kept:
+    caching_configs: list[Any] = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in caching_configs:
         config.use_cache = False
     try:
         yield
     finally:
-        for config in kept:
+        for config in caching_configs:
             config.use_cache = True
 
 
@@ -198,18 +198,18 @@ def _captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
-    where, _ = user_frames(error)
+    line, _ = user_frames(error)
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    what = first if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first}"
+    reason = first if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first}"
     if "its data is not allocated yet" in first:  # torch's own code asked a tensor without values for them
-        what = "it reads values of a tensor, as pack_padded_sequence does of lengths"
+        reason = "it reads values of a tensor, as pack_padded_sequence does of lengths"
     if isinstance(error, TakesGradients):
         hint = "data=N plans run the model as it is"
     else:
         hint = ("a forward whose course depends on the values of tensors can't be split; data=N and shard=N plans run "
                 "it as it is. In a module of its own such a part is kept whole, and the rest is split")
     return CaptureFailed(f"{type(model).__name__} can't be cut: recording its forward failed"
-                         f"{f' at {where}' if where else ''}: {what}", hint=hint)
+                         f"{f' at {line}' if line else ''}: {reason}", hint=hint)
 
 
 def capture_or_learn(model: nn.Module, arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],

@@ -76,26 +76,26 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 output = model(*args, **kwargs)
             changed_buffers = set(snapshot.changed_buffers())
             of_model = _tensors_of(model, changed_buffers)
-            seen = {}
-            for what, function in functions.items():
+            values = {}
+            for name, function in functions.items():
                 given = _apart(output)
                 watch = _Reads(of_model, forward.storages, given)
                 with function_kept(function, model), watch:
-                    seen[what] = _value(what, function, given, output)
+                    values[name] = _value(name, function, given, output)
                 if watch.read:
-                    raise _refused(what, watch.read)
+                    raise _refused(name, watch.read)
             if snapshot.attributes.changed():
                 changed = snapshot.attributes.changed()[0]
                 snapshot.restore()
-                for what, function in functions.items():
-                    same = _is_same_again(function, output, seen[what], model)
+                for name, function in functions.items():
+                    same = _is_same_again(function, output, values[name], model)
                     if not same:
-                        raise _refused(what, f"what the forward leaves in attributes, such as '{changed}'")
+                        raise _refused(name, f"what the forward leaves in attributes, such as '{changed}'")
     finally:
         snapshot.restore()
 
 
-def _value(what: str, function: Function, given: Any, output: Any) -> Any:
+def _value(name: str, function: Function, given: Any, output: Any) -> Any:
     """What a function gives for an output apart from its graph.
 
     Raises:
@@ -109,9 +109,9 @@ def _value(what: str, function: Function, given: Any, output: Any) -> Any:
         except Exception:
             raise error from None
         if "in-place" in str(error):
-            raise PlanRefused(f"{what} writes to the model's output in place, which a plan that splits the model keeps",
+            raise PlanRefused(f"{name} writes to the model's output in place, which a plan that splits the model keeps",
                               hint="write output + x and not output += x, or use a data=N or shard=N plan") from error
-        raise PlanRefused(f"{what} goes back through the model (torch.autograd.grad), and no rank of a plan that "
+        raise PlanRefused(f"{name} goes back through the model (torch.autograd.grad), and no rank of a plan that "
                           "splits the model has all of it",
                           hint="data=N plans keep the whole model on every rank") from error
 
@@ -124,8 +124,8 @@ def _is_same_again(function: Function, output: Any, before: Any, model: nn.Modul
         return False
 
 
-def _refused(what: str, read: str) -> PlanRefused:
-    return PlanRefused(f"{what} uses {read} of the model beside its output, and no rank of a plan that splits the "
+def _refused(name: str, read: str) -> PlanRefused:
+    return PlanRefused(f"{name} uses {read} of the model beside its output, and no rank of a plan that splits the "
                        "model has that", hint="data=N plans keep the whole model on every rank; or let the "
                                                          "model return what the loss needs")
 

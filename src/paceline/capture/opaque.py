@@ -236,17 +236,17 @@ class OpaqueModules:
         """While a model is captured, each of these modules gives stand-ins, without its hooks. Yields their calls."""
         _CALLS.clear()
         _CALLS.has_gradients = torch.is_grad_enabled()
-        kept = []
+        saved = []
         for path in self.outputs:
             module = model.get_submodule(path)
             names = ("forward", *_HOOKS)
-            kept.append((module, {name: vars(module)[name] for name in names if name in vars(module)}))
+            saved.append((module, {name: vars(module)[name] for name in names if name in vars(module)}))
             vars(module).update({name: OrderedDict() for name in _HOOKS})
             module.forward = self._stand_in(path, module, samples)
         try:
             yield _CALLS
         finally:
-            for module, attributes in kept:
+            for module, attributes in saved:
                 del module.forward  # the class's own is there again, or the one that the module was given
                 vars(module).update(attributes)
 

@@ -27,10 +27,10 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
 
     if piece.opaque:  # its code may keep what it is given
         return _guessed_bytes(piece, values)
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
+        saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     # A graph makes tensors of its own (positions, masks) on the device that it was captured on.
@@ -39,17 +39,17 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
         weights = [torch.empty(parameters[name].shape, dtype=parameters[name].dtype,
                                requires_grad=parameters[name].requires_grad) for name in piece.parameters]
         also = [torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in piece.buffers]
-        given = [torch.empty(values[name].shape, dtype=values[name].dtype, requires_grad=values[name].differentiable)
+        inputs = [torch.empty(values[name].shape, dtype=values[name].dtype, requires_grad=values[name].differentiable)
                  for name in piece.inputs]
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                outputs = piece.run(*weights, *also, *given)
+                outputs = piece.run(*weights, *also, *inputs)
         except Exception:  # a function that looks at values
             return _guessed_bytes(piece, values)
         for tensor in outputs:
             pack(tensor)
-        elsewhere = {tensor.untyped_storage()._cdata for tensor in (*weights, *also, *given)}
-        return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in elsewhere)
+        not_saved = {tensor.untyped_storage()._cdata for tensor in (*weights, *also, *inputs)}
+        return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in not_saved)
 
 
 def _guessed_bytes(piece: Piece, values: Mapping[str, Value]) -> int:

@@ -144,7 +144,7 @@ class WithoutRandomness(TorchDispatchMode):
     are seen too, and in the second forward of a recomputed block. A forward on fake tensors is left as it is: what is
     recorded there draws where the recording runs.
 
-    left: names of random operators that were called and have no mean here.
+    left_on: names of random operators that were called and have no mean here.
     drawn: for each call that gave a mean, in order, what torch's generator would have drawn there: one number that
         tells streams apart.
     drawn_forward: those of them that were drawn outside of a backward, where nothing is recomputed.
@@ -154,7 +154,7 @@ class WithoutRandomness(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left: set[str] = set()
+        self.left_on: set[str] = set()
         self.off: dict[str, set[str]] = {}
         self.drawn: list[int] = []
         self.drawn_forward: list[int] = []
@@ -165,7 +165,7 @@ class WithoutRandomness(TorchDispatchMode):
     @property
     def is_needed(self) -> bool:
         """Whether anything that was called so far draws."""
-        return bool(self.off or self.left)
+        return bool(self.off or self.left_on)
 
     def building(self, build: Callable[[], Any]) -> Callable[[], Any]:
         """The same function with its draws left alone, for initial weights."""
@@ -194,8 +194,8 @@ class WithoutRandomness(TorchDispatchMode):
         """Meanwhile `off` learns which of the model's modules draw."""
         handles = []
         for path, module in model.named_modules():
-            handles += [module.register_forward_pre_hook(lambda module, given, path=path: self._inside.append(path)),
-                        module.register_forward_hook(lambda module, given, output: (self._inside.pop(), None)[1])]
+            handles += [module.register_forward_pre_hook(lambda module, inputs, path=path: self._inside.append(path)),
+                        module.register_forward_hook(lambda module, inputs, output: (self._inside.pop(), None)[1])]
         try:
             yield
         finally:
@@ -223,7 +223,7 @@ class WithoutRandomness(TorchDispatchMode):
             self._note(name)
             return _MEANS[name](*args, **{key: value for key, value in kwargs.items() if key != "generator"})
         elif is_random:
-            self.left.add(name)
+            self.left_on.add(name)
         return func(*args, **kwargs)
 
     def _note(self, name: str) -> None:

@@ -170,11 +170,11 @@ def draws_state() -> tuple[Any, Any, Any]:
 @contextmanager
 def generators_kept(model: nn.Module) -> Iterator[None]:
     """Leave the global generators, and those that modules keep as attributes, as they are found."""
-    kept = [(put, get()) for get, put in generators(model)]
+    saved = [(put, get()) for get, put in generators(model)]
     try:
         yield
     finally:
-        for put, state in kept:
+        for put, state in saved:
             put(state)
 
 

@@ -30,7 +30,8 @@ class NamedModels(nn.Module):
     def of(cls, models: Mapping[str, Callable[[], Any]], followers: Mapping[str, FollowerModel],
            seed: int) -> NamedModels:
         """All of them, built."""
-        return cls({name: build_one(name, models, followers, seed) for name in (*models, *followers)}, followers)
+        return cls({name: build_named_model(name, models, followers, seed)
+                    for name in (*models, *followers)}, followers)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -52,7 +53,7 @@ class NamedModels(nn.Module):
         return self
 
 
-def build_one(name: str, models: Mapping[str, Callable[[], Any]], followers: Mapping[str, FollowerModel],
+def build_named_model(name: str, models: Mapping[str, Callable[[], Any]], followers: Mapping[str, FollowerModel],
               seed: int) -> nn.Module:
     """A model, or a follower as its source begins, with every parameter frozen.
 

@@ -159,7 +159,7 @@ def patterns(freeze: Any) -> Phases[tuple[str, ...]]:
                   tuple((value,) if isinstance(value, str) else tuple(value) for value in phases.values))
 
 
-def matching_one(pattern: str, names: Iterable[str]) -> set[str]:
+def matching_pattern(pattern: str, names: Iterable[str]) -> set[str]:
     """Names that one pattern stands for."""
     return {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
 
@@ -175,7 +175,7 @@ def matching(wanted: Iterable[str], names: Sequence[str]) -> set[str]:
     """
     matches: set[str] = set()
     for pattern in wanted:
-        some = matching_one(pattern, names)
+        some = matching_pattern(pattern, names)
         if not some:
             raise JobError(f"freeze='{pattern}' matches no parameter", hint=nearest(pattern, names))
         matches |= some

@@ -51,9 +51,9 @@ def where(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if device == str(get_device()) else keras.device(device)
 
 
-def move(kept: Iterable[keras.Variable], device: torch.device) -> None:
+def move(model_variables: Iterable[keras.Variable], device: torch.device) -> None:
     """Bring variables to the device."""
-    for variable in kept:
+    for variable in model_variables:
         if variable._value.device != device:
             variable._value.data = variable._value.data.to(device)
 

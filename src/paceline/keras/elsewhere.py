@@ -34,22 +34,22 @@ def train_elsewhere(data: bytes, callback: HearsEpochs) -> None:
         data: A job with all its tensors on the CPU, a plan and options of `train`, packed.
         callback: Hears of epochs on this thread. What it raises ends the run, and is raised here.
     """
-    ours, theirs = multiprocessing.Pipe()
+    parent_end, child_end = multiprocessing.Pipe()
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            in_a_fresh_process(partial(_train, data), [theirs])
+            in_a_fresh_process(partial(_train, data), [child_end])
         except BaseException as error:
             errors.append(error)
         finally:
-            theirs.close()
+            child_end.close()
 
     thread = threading.Thread(target=run, name="run", daemon=True)
     thread.start()
     try:
-        with ours:
-            _hear(ours, callback)
+        with parent_end:
+            _hear(parent_end, callback)
     finally:
         thread.join()
     if errors:

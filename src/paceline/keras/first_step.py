@@ -124,9 +124,9 @@ def _compute(connection: Connection, trial: Trial, batch: Any, part: Part | None
         send(connection, {"failure": message})
         return
     # Of what trains, the gradients tell all. An update may turn the rounding of a gradient that is zero into a step.
-    kept = model.non_trainable_variables if gradients else model.variables
+    model_variables = model.non_trainable_variables if gradients else model.variables
     send(connection, {"gradients": gradients, "names": [variable.path for variable in model.trainable_variables],
-                      "variables": {variable.path: variable._value for variable in kept},
+                      "variables": {variable.path: variable._value for variable in model_variables},
                       "answer": tensors_of(answer), "several": bool(several)})
 
 
@@ -147,37 +147,37 @@ def _answer(fork: Fork) -> Any:
         return {"failure": _KILLED}
 
 
-def _differing(ours: Any, theirs: Any) -> str:
+def _differing(result: Any, expected_result: Any) -> str:
     """What differs from one process, in words; nothing if nothing does."""
-    for what, names, mine, other in (
-            ("the gradient of ", ours["names"], ours["gradients"], theirs["gradients"]),
-            ("the variable ", list(ours["variables"]), list(ours["variables"].values()),
-             list(theirs["variables"].values())),
-            ("result ", [], ours["answer"], theirs["answer"])):
-        if len(mine) != len(other):
-            return f"there are {len(mine)} and not {len(other)} of {what.split()[-1]}s"
-        largest = max((float(tensor.double().abs().max()) for tensor in other
+    for noun, names, values, expected_values in (
+            ("the gradient of ", result["names"], result["gradients"], expected_result["gradients"]),
+            ("the variable ", list(result["variables"]), list(result["variables"].values()),
+             list(expected_result["variables"].values())),
+            ("result ", [], result["answer"], expected_result["answer"])):
+        if len(values) != len(expected_values):
+            return f"there are {len(values)} and not {len(expected_values)} of {noun.split()[-1]}s"
+        largest = max((float(tensor.double().abs().max()) for tensor in expected_values
                        if tensor is not None and tensor.numel()), default=0.0)
-        for place, (value, expected) in enumerate(zip(mine, other, strict=True)):
+        for place, (value, expected) in enumerate(zip(values, expected_values, strict=True)):
             if not _are_near(value, expected, floor=_FLOOR * largest):
                 name = names[place] if place < len(names) else place
-                return f"{what}{name} is {_shown(value)} in place of {_shown(expected)}"
+                return f"{noun}{name} is {_shown(value)} in place of {_shown(expected)}"
     return ""
 
 
-def _are_near(mine: Any, other: Any, *, floor: float) -> bool:
-    if mine is None or other is None:
-        return mine is other
-    if mine.shape != other.shape:
+def _are_near(value: Any, expected: Any, *, floor: float) -> bool:
+    if value is None or expected is None:
+        return value is expected
+    if value.shape != expected.shape:
         return False
-    if not mine.numel():
+    if not value.numel():
         return True
     # Keras multiplies matrices in float32 even where its variables are float64.
-    eps = max(torch.finfo(kind).eps for kind in (mine.dtype, torch.float32)) if mine.is_floating_point() else 0.0
+    eps = max(torch.finfo(kind).eps for kind in (value.dtype, torch.float32)) if value.is_floating_point() else 0.0
     relative = ROUNDINGS * eps ** 0.5
-    mine, other = mine.detach().cpu().double(), other.cpu().double()
-    scale = max(float(other.abs().max()), floor)
-    return bool(((mine - other).abs() <= relative * scale).logical_or(mine.isnan() & other.isnan()).all())
+    value, expected = value.detach().cpu().double(), expected.cpu().double()
+    scale = max(float(expected.abs().max()), floor)
+    return bool(((value - expected).abs() <= relative * scale).logical_or(value.isnan() & expected.isnan()).all())
 
 
 def _shown(tensor: Any) -> str:

@@ -54,8 +54,8 @@ class OwnForks:
     def fork(self, live: Life, device: str) -> Fork:
         end_openmp_threads()
         self._forks = [fork for fork in self._forks if not fork.connection.closed]
-        process, ours = _forked(live, [fork.connection for fork in self._forks])
-        self._forks.append(_OwnFork(process, ours))
+        process, parent_end = _forked(live, [fork.connection for fork in self._forks])
+        self._forks.append(_OwnFork(process, parent_end))
         return self._forks[-1]
 
     def close(self) -> None:
@@ -86,28 +86,28 @@ class ForkServer:
 
     def __init__(self, out_of_place: Callable[[], AbstractContextManager[None]]) -> None:
         self._out_of_place = out_of_place
-        self._control, theirs = multiprocessing.Pipe()
+        self._control, child_end = multiprocessing.Pipe()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(theirs,), name="fork server", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(child_end,), name="fork server", daemon=True)
         self._thread.start()
 
-    def _run(self, theirs: Connection) -> None:
+    def _run(self, child_end: Connection) -> None:
         try:
-            in_a_fresh_process(_serve, [theirs])
+            in_a_fresh_process(_serve, [child_end])
         except BaseException as error:
             self._error = error
         finally:
-            theirs.close()
+            child_end.close()
 
     def fork(self, live: Life, device: str) -> Fork:
-        ours, theirs = multiprocessing.Pipe()
+        parent_end, child_end = multiprocessing.Pipe()
         try:
             with self._out_of_place():
                 data = packed(live)
-            pid = self.ask("fork", device=device, data=data, handle=theirs.fileno())
+            pid = self.ask("fork", device=device, data=data, handle=child_end.fileno())
         finally:
-            theirs.close()
-        return _ServedFork(self, pid, ours)
+            child_end.close()
+        return _ServedFork(self, pid, parent_end)
 
     def ask(self, verb: str, *, data: bytes | None = None, handle: int | None = None, **options: Any) -> Any:
         """
@@ -153,10 +153,10 @@ def _serve(connections: Sequence[Connection]) -> None:
             return
         answer = None
         if order["do"] == "fork":
-            theirs = Connection(recv_handle(control))
-            process = _process(_be_sent, control.recv_bytes(), order["device"], theirs, control, os.getpid())
+            child_end = Connection(recv_handle(control))
+            process = _process(_be_sent, control.recv_bytes(), order["device"], child_end, control, os.getpid())
             processes[answer := process.pid or 0] = process
-            theirs.close()
+            child_end.close()
         else:
             process = processes[order["pid"]]
             if order["do"] == "kill":
@@ -182,10 +182,10 @@ def _be_sent(data: bytes, device: str, connection: Connection, control: Connecti
 def _forked(live: Life, not_its: Sequence[Connection]) -> tuple[BaseProcess, Connection]:
     """not_its: this process's ends of other pipes. The fork closes them, or others would not hear that this process
     has."""
-    ours, theirs = multiprocessing.Pipe()
-    process = _process(_be_fork, live, theirs, [ours, *not_its], os.getpid())
-    theirs.close()
-    return process, ours
+    parent_end, child_end = multiprocessing.Pipe()
+    process = _process(_be_fork, live, child_end, [parent_end, *not_its], os.getpid())
+    child_end.close()
+    return process, parent_end
 
 
 def _process(target: Callable[..., None], *arguments: Any) -> BaseProcess:

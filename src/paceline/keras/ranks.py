@@ -102,21 +102,21 @@ class Ranks:
                                             Part(self._group, counts, self._orders[kind]))
             if kind == "predict":
                 answer = joined([answer, *(receive(worker.connection)["outputs"] for worker in self._workers)], counts)
-        kept = variables(self.model)  # a first step may make some
-        self._structure, self._versions = structure(self.model, kept), versions(kept)
+        model_variables = variables(self.model)  # a first step may make some
+        self._structure, self._versions = structure(self.model, model_variables), versions(model_variables)
         return answer
 
     def _begin(self, kind: str, batch: Any, cuts: list[range]) -> None:
         """Tell the workers of a step, with their samples and what changed since the last one."""
-        kept = variables(self.model)
-        current = structure(self.model, kept)
+        model_variables = variables(self.model)
+        current = structure(self.model, model_variables)
         if self._workers and current != self._structure:
             self._end()  # forks of the model as it is now take over
         if not self._workers:
             self._start()
-            self._versions = versions(kept)
+            self._versions = versions(model_variables)
         changed = {index: variable._value.data for index, (variable, before, now) in enumerate(
-            zip(kept, self._versions, versions(kept), strict=True)) if before != now}
+            zip(model_variables, self._versions, versions(model_variables), strict=True)) if before != now}
         told = {"kind": kind, "counts": [len(cut) for cut in cuts], "order": self._orders[kind], "changed": changed,
                 "random": random_state(self.devices[0])}
         with self._failures():
@@ -154,15 +154,15 @@ class Ranks:
         """
         if not self._workers or self._group is None:
             return
-        kept = variables(self.model)
-        unchanged = [i for i, (before, now) in enumerate(zip(self._versions, versions(kept), strict=False))
+        model_variables = variables(self.model)
+        unchanged = [i for i, (before, now) in enumerate(zip(self._versions, versions(model_variables), strict=False))
                      if before == now]
         with self._failures():
             for worker in self._workers:
                 send(worker.connection, {"kind": "compare"})
-            all_sums = self._group.gather(checksums(kept).reshape(1, -1), [1] * self.size)
+            all_sums = self._group.gather(checksums(model_variables).reshape(1, -1), [1] * self.size)
         same = ((all_sums == all_sums[0]) | all_sums.isnan()).all(dim=0).reshape(-1, 2).all(dim=1)
-        different = [kept[i].path for i in unchanged if not same[i]]
+        different = [model_variables[i].path for i in unchanged if not same[i]]
         if different:
             raise DriftError(f"ranks that should be equal are not: {', '.join(different[:5])}",
                              hint="a training step that draws random numbers by other means than torch, Keras or "

@@ -35,14 +35,14 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return list({id(value): value for value in values}.values())
 
 
-def versions(kept: Iterable[Any]) -> list[int]:
+def versions(model_variables: Iterable[Any]) -> list[int]:
     """Of the variables' tensors; torch counts each change."""
-    return [variable._value._version for variable in kept]
+    return [variable._value._version for variable in model_variables]
 
 
-def structure(model: Any, kept: Iterable[Any]) -> list[Any]:
+def structure(model: Any, model_variables: Iterable[Any]) -> list[Any]:
     """All but the values of variables: which there are, which train, and plain attributes of layers and optimizers."""
-    return [[(id(variable._value), variable.trainable) for variable in kept],
+    return [[(id(variable._value), variable.trainable) for variable in model_variables],
             *(sorted(_attributes(part)) for part in [model, *model._flatten_layers(), *optimizers(model)])]
 
 
@@ -52,10 +52,10 @@ def _attributes(part: Any) -> Iterator[tuple[str, str]]:
             yield name, repr(value)
 
 
-def checksums(kept: Iterable[Any]) -> torch.Tensor:
+def checksums(model_variables: Iterable[Any]) -> torch.Tensor:
     """Two sums of each variable's values, in float64; equal for equal bits."""
     sums = []
-    for variable in kept:
+    for variable in model_variables:
         values = variable._value.detach().reshape(-1).double()
         places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
         sums += [values.sum().cpu(), (values * places).sum().cpu()]

@@ -38,13 +38,13 @@ def be_worker(connection: Connection, computation: Computation, *, rank: int, si
 
 def _compute(computation: Computation, group: RankGroup, message: dict[str, Any], connection: Connection) -> None:
     model, kind = computation.model, message["kind"]
-    kept = variables(model)
+    model_variables = variables(model)
     if kind == "compare":
-        group.gather(checksums(kept).reshape(1, -1), [1] * group.size)
+        group.gather(checksums(model_variables).reshape(1, -1), [1] * group.size)
         return
     with torch.no_grad():
         for index, value in message["changed"].items():
-            kept[index]._value.copy_(value)
+            model_variables[index]._value.copy_(value)
     set_random_state(message["random"])
     model.train(kind == "train")
     answer = computation.step(kind, message["batch"], Part(group, tuple(message["counts"]), message["order"]))

@@ -177,15 +177,15 @@ class CopyReader:
             if not is_whole[0]:
                 raise ConnectionError(f"the host has the copy of step {step} no more")
 
-    def _numbers(self, what: int, slot: int = 0, step: int = 0) -> tuple[int, int]:
+    def _numbers(self, request: int, slot: int = 0, step: int = 0) -> tuple[int, int]:
         with self._lock:
-            self._sock.sendall(_REQUEST.pack(what, slot, step, 0, 0))
+            self._sock.sendall(_REQUEST.pack(request, slot, step, 0, 0))
             first, second = _NUMBERS.unpack(_exactly(self._sock, _NUMBERS.size))
         return first, second
 
 
-def _proof(secret: bytes, who: bytes, of_host: bytes, of_peer: bytes) -> bytes:
-    return hmac.new(secret, b"copies " + who + of_host + of_peer, hashlib.sha256).digest()
+def _proof(secret: bytes, side: bytes, of_host: bytes, of_peer: bytes) -> bytes:
+    return hmac.new(secret, b"copies " + side + of_host + of_peer, hashlib.sha256).digest()
 
 
 def _started(work: Callable[[], None]) -> None:

@@ -239,7 +239,7 @@ class _Agent(SimpleElasticAgent):
         self._finished: set[int] = set()
         self._stopping_s: float | None = None
         self._first_rank = 0
-        self._told = False
+        self._has_told = False
         self._furthest, self._fruitless = -1, 0
 
     @property
@@ -264,7 +264,7 @@ class _Agent(SimpleElasticAgent):
         self.num_hosts = worker_group.group_world_size or 1
         number = self._begin_start(store, worker_group.group_rank)
         standing, address = host.meeting.standing, host.meeting.address or place.address
-        self._failures, self._finished, self._stopping_s, self._told = {}, set(), None, False
+        self._failures, self._finished, self._stopping_s, self._has_told = {}, set(), None, False
         self._first_rank = worker_group.workers[0].global_rank
         host.timeouts.has_begun, host.lost_s = True, None
         host.watch.number_from(self._first_rank)
@@ -296,8 +296,8 @@ class _Agent(SimpleElasticAgent):
         """
         store.set(f"host/{group_rank}", str(self.host.place.index))
         if group_rank == 0:
-            here = [int(text) for text in store.multi_get([f"host/{rank}" for rank in range(self.num_hosts)])]
-            store.set("start", str(self.host.meeting.start(here)))
+            host_indices = [int(text) for text in store.multi_get([f"host/{rank}" for rank in range(self.num_hosts)])]
+            store.set("start", str(self.host.meeting.start(host_indices)))
         if not (number := int(store.get("start"))):
             raise RendezvousConnectionError(f"{self.num_hosts} hosts are here, and may not go on without the others")
         return number
@@ -309,7 +309,7 @@ class _Agent(SimpleElasticAgent):
                   flush=True)
             self.host.processes.signal(signal.SIGTERM)
             until_s = time.monotonic() + self.host.patience_s
-            while self._left() and time.monotonic() < until_s:
+            while self._unfinished_slots() and time.monotonic() < until_s:
                 self._hear(_MONITOR_S)
         self._end_ranks()
 
@@ -318,7 +318,8 @@ class _Agent(SimpleElasticAgent):
 
     def _end_ranks(self) -> None:
         if self.host.copies is not None:
-            running = [slot for slot in self._left() if self.host.processes.pid(slot) and slot not in self._failures]
+            running = [slot for slot in self._unfinished_slots()
+                       if self.host.processes.pid(slot) and slot not in self._failures]
             self.host.copies.memory.live.settle(running, patience_s=_SETTLE_S)
         for slot in range(self.host.num_ranks):
             self.host.processes.end(slot)
@@ -335,13 +336,13 @@ class _Agent(SimpleElasticAgent):
         if not all(failure.is_stop for failure in self._failures.values()) or self._ask(
                 lambda: [store.check(["failed"])]) == [True]:
             return self._failed(self._cause(store))
-        return self._stopped() if self._failures and not self._left() else RunResult(WorkerState.HEALTHY)
+        return self._stopped() if self._failures and not self._unfinished_slots() else RunResult(WorkerState.HEALTHY)
 
-    def _left(self) -> list[int]:
+    def _unfinished_slots(self) -> list[int]:
         return [slot for slot in range(self.host.num_ranks) if slot not in self._finished]
 
     def _hear(self, timeout_s: float) -> None:
-        for slot, message in self.host.processes.wait(self._left(), timeout_s):
+        for slot, message in self.host.processes.wait(self._unfinished_slots(), timeout_s):
             if message.kind == "end":
                 if message.failure is not None:
                     self._failures[slot] = message.failure
@@ -358,7 +359,7 @@ class _Agent(SimpleElasticAgent):
         return failure
 
     def _look_for_hangs(self) -> None:
-        pids = {slot: pid for slot in self._left() if (pid := self.host.processes.pid(slot)) is not None
+        pids = {slot: pid for slot in self._unfinished_slots() if (pid := self.host.processes.pid(slot)) is not None
                 and slot not in self._failures and self.host.board.read(slot).phase != "start"}
         if pids and (hang := self.host.watch.look(pids)) is not None:
             self._failures[hang.rank - self._first_rank] = hang
@@ -375,16 +376,16 @@ class _Agent(SimpleElasticAgent):
 
     def _cause(self, store: Any) -> Failure:
         """What made ranks end, of what all hosts say; waits a little for the host of the culprit."""
-        known = list(self._failures.values())
-        if known:
-            mine, key = cause_of(known), f"failure/{self._worker_group.group_rank}"
-            self._ask(lambda: store.set(key, mine.to_json()) or True)
+        failures = list(self._failures.values())
+        if failures:
+            local_cause, key = cause_of(failures), f"failure/{self._worker_group.group_rank}"
+            self._ask(lambda: store.set(key, local_cause.to_json()) or True)
         until_s = time.monotonic() + _HEARD_S
-        while all(failure.heard for failure in known) and time.monotonic() < until_s:
-            known = [*self._failures.values(), *self._ask(lambda: _reported_failures(store, self.num_hosts))]
+        while all(failure.heard for failure in failures) and time.monotonic() < until_s:
+            failures = [*self._failures.values(), *self._ask(lambda: _reported_failures(store, self.num_hosts))]
             time.sleep(_MONITOR_S / 2)
         self._ask(lambda: store.set("failed", "1") or True)
-        return cause_of(known)
+        return cause_of(failures)
 
     def _failed(self, cause: Failure) -> RunResult:
         """Let torch's loop start the ranks again, if that can help."""
@@ -394,13 +395,13 @@ class _Agent(SimpleElasticAgent):
         if cause.exit_code != PeerLost.exit_code or self._fruitless > FRUITLESS_RESTARTS or self.host.interrupted:
             self._remaining_restarts = 0
         if self._remaining_restarts:
-            left = self._remaining_restarts - 1
+            restarts_left = self._remaining_restarts - 1
             if cause.trace:
                 print(cause.describe(), file=sys.stderr)
-            who = "" if cause.heard else f"rank {cause.rank} on {cause.host}: "  # who only heard names the other
+            culprit = "" if cause.heard else f"rank {cause.rank} on {cause.host}: "  # who only heard names the other
             why = cause.message.partition("\n")[0]
-            print(f"{who}{why}; all ranks start again ({left} restart{'s' * (left != 1)} left)", file=sys.stderr,
-                  flush=True)
+            print(f"{culprit}{why}; all ranks start again "
+                  f"({restarts_left} restart{'s' * (restarts_left != 1)} left)", file=sys.stderr, flush=True)
         return RunResult(WorkerState.FAILED)
 
     def _stopped(self) -> RunResult:

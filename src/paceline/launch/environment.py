@@ -113,11 +113,11 @@ def interface_towards(address: str) -> str | None:
     """
     import psutil
 
-    here = address_towards(address)
-    if here is None:
+    address_here = address_towards(address)
+    if address_here is None:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == here for each in addresses):
+        if any(each.address == address_here for each in addresses):
             return str(name)
     return None
 

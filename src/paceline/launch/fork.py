@@ -149,15 +149,15 @@ def ask_forks_about_cuda() -> None:
 
     for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_name",
                  "is_bf16_supported"):
-        setattr(torch.cuda, name, _asked_of_forks(getattr(torch.cuda, name)))
+        setattr(torch.cuda, name, _answered_by_forks(getattr(torch.cuda, name)))
     properties, is_before_use = torch.cuda.get_device_properties, functools.partial(_is_before_use, os.getpid())
-    described = _asked_of_forks(lambda *where: {
+    described = _answered_by_forks(lambda *where: {
         name: value for name in dir(properties(*where)) if not name.startswith("_")
         and isinstance(value := getattr(properties(*where), name), int | float | str)})
     torch.cuda.get_device_properties = lambda *where: (  # type: ignore[assignment]
         SimpleNamespace(**described(*where)) if is_before_use() else properties(*where))
     accelerator = torch.accelerator.current_accelerator
-    kind = _asked_of_forks(lambda **options: str(accelerator(**options) or ""))
+    kind = _answered_by_forks(lambda **options: str(accelerator(**options) or ""))
     torch.accelerator.current_accelerator = lambda check_available=False: (
         accelerator(check_available) if not is_before_use()
         else torch.device(name) if (name := kind(check_available=check_available)) else None)
@@ -168,12 +168,12 @@ def _is_before_use(pid: int) -> bool:
     return os.getpid() == pid and not sys.modules["torch"].cuda.is_initialized()
 
 
-def _asked_of_forks(ask: Callable[..., Any]) -> Callable[..., Any]:
+def _answered_by_forks(ask: Callable[..., Any]) -> Callable[..., Any]:
     answers: dict[str, Any] = {}
     is_before_use = functools.partial(_is_before_use, os.getpid())
 
     @functools.wraps(ask)
-    def asked(*arguments: Any, **options: Any) -> Any:
+    def answer_of_fork(*arguments: Any, **options: Any) -> Any:
         if not is_before_use():
             return ask(*arguments, **options)
         question = repr((arguments, options))
@@ -182,7 +182,7 @@ def _asked_of_forks(ask: Callable[..., Any]) -> Callable[..., Any]:
         answer = answers[question]
         return tuple(answer) if isinstance(answer, list) else answer
 
-    return asked
+    return answer_of_fork
 
 
 def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:

@@ -94,14 +94,14 @@ class HostCopies:
 
     def _keep_for(self, address: CopyAddress, rounds: int) -> None:
         """Take over copies of the neighbour as it makes them, until its ranks rest or there is no memory for them."""
-        reader, kept = CopyReader(address, timeout_s=_TIMEOUT_S), None
+        reader, kept_step = CopyReader(address, timeout_s=_TIMEOUT_S), None
         latest_s: deque[float] = deque(maxlen=_REMEMBERED)
         with closing(reader):
             with self._lock:
                 self._keeper = reader if self._rounds == rounds else None
             while self._rounds == rounds:
                 step = reader.offered()
-                if step is None or step == kept:
+                if step is None or step == kept_step:
                     time.sleep(_LOOK_S)
                     continue
                 began_s = time.perf_counter()
@@ -112,7 +112,7 @@ class HostCopies:
                         raise
                     reader.tell_taken(_FAILED, 0)
                     return
-                kept = step
+                kept_step = step
                 latest_s.append(time.perf_counter() - began_s)
                 # The first ones are slow, and what other work on a machine delays is no cost of the run.
                 reader.tell_taken(step, round(1e6 * min(latest_s)) if len(latest_s) >= _KNOWN else 0)

@@ -87,19 +87,19 @@ def host(environ: Mapping[str, str] = os.environ, *, hosts: str | None = None) -
     return None
 
 
-def _elastic(given: Host, hosts: str | None) -> Host:
+def _elastic(host: Host, hosts: str | None) -> Host:
     """The host with the numbers of hosts that the command asks for.
 
     Raises:
         ClusterError: they are none, or not the cluster's.
     """
     if hosts is None:
-        return given
+        return host
     least, most = _range(hosts, "--hosts")
-    if most != given.num_hosts:
-        raise ClusterError(f"--hosts {hosts}, and {given.launcher} runs {given.num_hosts} hosts",
-                           hint=f"--hosts {min(least, given.num_hosts)}:{given.num_hosts}")
-    return replace(given, least_hosts=least)
+    if most != host.num_hosts:
+        raise ClusterError(f"--hosts {hosts}, and {host.launcher} runs {host.num_hosts} hosts",
+                           hint=f"--hosts {min(least, host.num_hosts)}:{host.num_hosts}")
+    return replace(host, least_hosts=least)
 
 
 def _range(text: str, name: str) -> tuple[int, int]:
@@ -136,15 +136,15 @@ def _of_skypilot(environ: Mapping[str, str]) -> Host:
                 addresses[0] if addresses else "", SKYPILOT_PORT)
 
 
-def _checked(given: Host) -> Host | None:
-    if given.num_hosts == 1:
+def _checked(host: Host) -> Host | None:
+    if host.num_hosts == 1:
         return None
-    is_index = given.index >= 0 and (given.index < given.num_hosts or given.is_elastic)  # more hosts wait as spares
-    if not (is_index and given.address and 0 < given.port < 65536):
-        raise ClusterError(f"{given.launcher} says this is host {given.index} of {given.num_hosts}, which meet at "
-                           f"'{given.address}':{given.port}; that makes no sense",
+    is_index = host.index >= 0 and (host.index < host.num_hosts or host.is_elastic)  # more hosts wait as spares
+    if not (is_index and host.address and 0 < host.port < 65536):
+        raise ClusterError(f"{host.launcher} says this is host {host.index} of {host.num_hosts}, which meet at "
+                           f"'{host.address}':{host.port}; that makes no sense",
                            hint="hosts count from 0, and all name the address of the first")
-    return given
+    return host
 
 
 def become_agent(place: Host, num_ranks: int, command: Sequence[str]) -> NoReturn:

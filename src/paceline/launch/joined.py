@@ -93,18 +93,18 @@ def agree(store: Any, environment: Environment, key: str, make: Callable[[], str
         store.set(key, text)
     else:
         _wait(store, environment, key, timeout_s=timeout_s)
-    made, value = json.loads(store.get(key))
-    if not made:
+    is_agreed, value = json.loads(store.get(key))
+    if not is_agreed:
         sys.exit(2)  # rank 0 has said why
     return str(value)
 
 
 def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -> None:
-    seen, deadline_s = -1, 0.0
+    latest_signs, deadline_s = -1, 0.0
     with waiting:
         while not store.check([key]):
-            if (signs := store.add(f"{key}/signs", 0)) != seen:
-                seen, deadline_s = signs, time.monotonic() + timeout_s
+            if (signs := store.add(f"{key}/signs", 0)) != latest_signs:
+                latest_signs, deadline_s = signs, time.monotonic() + timeout_s
             elif time.monotonic() > deadline_s:
                 raise PeerLost(f"rank {environment.rank} has waited {timeout_s:g} s for rank 0, which gave no sign of "
                                "life", hint="its own log says why, if it has ended; --patience SECONDS waits longer")
@@ -120,18 +120,18 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         UsageError: connections between hosts must be encrypted, and can't be.
     """
     encrypts = tls.is_used(environment, fault_policy)
-    terminal, here = sys.stderr, hosted.this_rank()
+    terminal, hosted_rank = sys.stderr, hosted.this_rank()
 
     def report(failure: Failure) -> None:
-        if here is not None:
-            here.report(failure)  # the hosts' processes tell each other
+        if hosted_rank is not None:
+            hosted_rank.report(failure)  # the hosts' processes tell each other
             return
         within(_HEARD_S, lambda: store.set(f"failure/{environment.rank}", failure.to_json()))
         _tell_elastic_agent(failure)
 
     def report_end(failure: Failure) -> None:
         report(failure := _explained(failure, context))
-        if here is not None:
+        if hosted_rank is not None:
             return
         is_told = (_cause_elsewhere(store, environment, _HEARD_S) if failure.heard
                    else within(_HEARD_S, lambda: store.add("hang told", 1) != 1))
@@ -144,9 +144,9 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
     need_each_other = fault_policy.uses_process_group and environment.world_size > 1
     liveness = _join_liveness(store, environment, attempt, secret, timeout_s) if need_each_other else None
-    board, slot = (here.board, here.slot) if here is not None else (HeartbeatTable(1), 0)
+    board, slot = (hosted_rank.board, hosted_rank.slot) if hosted_rank is not None else (HeartbeatTable(1), 0)
     board.write(slot, 0, "build")  # it is watched from here on
-    if shares_verbs := here is None and environment.local_world_size > 1:
+    if shares_verbs := hosted_rank is None and environment.local_world_size > 1:
         board.verbs = VerbTable.of_launch(attempt, environment.world_size)
     context = RankContext(
         environment.rank, environment.world_size, environment.local_world_size,
@@ -166,16 +166,16 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         liveness.close(farewell=failure is None or failure.is_stop)
     if failure is None:
         return result
-    if here is None and failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
+    if hosted_rank is None and failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
         sys.exit(failure.exit_code)
     raise RankFailed(failure, log)
 
 
 def _give_copies(context: RankContext) -> None:
     """Let a rank that the host's process started keep copies in its memory."""
-    here = hosted.this_rank()
-    if here is not None and here.copies is not None:
-        context.host_copies, context.copies = here.copies, here.copies.memory
+    hosted_rank = hosted.this_rank()
+    if hosted_rank is not None and hosted_rank.copies is not None:
+        context.host_copies, context.copies = hosted_rank.copies, hosted_rank.copies.memory
 
 
 def _secret(store: Any, environment: Environment, attempt: str, timeout_s: float) -> bytes:
@@ -197,15 +197,15 @@ def _explained(failure: Failure, context: RankContext) -> Failure:
 def _join_liveness(store: Any, environment: Environment, attempt: str, secret: bytes,
                    timeout_s: float) -> Liveness | None:
     """Hear of ranks that die. None where rank 0 can't be reached for it, which is told."""
-    made: list[Hub] = []
+    hubs: list[Hub] = []
 
     def make() -> str:
-        made.append(Hub(secret=secret, patience_s=timeout_s))
-        return json.dumps([address_towards(environment.master_address) or environment.master_address, made[0].port])
+        hubs.append(Hub(secret=secret, patience_s=timeout_s))
+        return json.dumps([address_towards(environment.master_address) or environment.master_address, hubs[0].port])
 
     address, port = json.loads(agree(store, environment, f"liveness/{attempt}", make, timeout_s=timeout_s))
-    if made:
-        return made[0]
+    if hubs:
+        return hubs[0]
     try:
         return Spoke(environment.rank, (address, port), secret=secret, patience_s=timeout_s)
     except OSError as error:
@@ -234,8 +234,8 @@ def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) ->
         while time.monotonic() < deadline:
             for rank in others:
                 if store.check([f"failure/{rank}"]):
-                    theirs = Failure.from_json(store.get(f"failure/{rank}").decode())
-                    if not theirs.heard:
+                    failure = Failure.from_json(store.get(f"failure/{rank}").decode())
+                    if not failure.heard:
                         return True
             time.sleep(0.2)
         return bool(store.add("loss told", 1) != 1)  # nobody knows the cause: the first says what all saw

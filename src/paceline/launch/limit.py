@@ -24,7 +24,7 @@ STACKS_BYTES = 64 * 2**20
 
 
 @contextmanager
-def held_to(device: Device) -> Iterator[None]:
+def limited_to(device: Device) -> Iterator[None]:
     """Let this process grow by no more than the limit of its device while the block runs.
 
     The limit is lifted when the block ends, so that a rank that ran out can still say so.

@@ -68,15 +68,15 @@ class _Link:
 
     def __init__(self, sock: socket.socket, key: bytes, *, is_hub: bool) -> None:
         self.sock, self._key = sock, key
-        self._ours, self._theirs = (b"hub", b"spoke") if is_hub else (b"spoke", b"hub")
+        self._sends_as, self._receives_from = (b"hub", b"spoke") if is_hub else (b"spoke", b"hub")
         self._num_sent = self._num_received = 0
-        self._part = b""
+        self._partial_word = b""
 
     def say(self, number: int) -> None:
         """A peer that is gone, or takes nothing, needs not be told."""
         data = _NUMBER.pack(number)
         with suppress(OSError):
-            self.sock.send(data + self._proof(self._ours, self._num_sent, data))
+            self.sock.send(data + self._proof(self._sends_as, self._num_sent, data))
         self._num_sent += 1
 
     def hear(self) -> int | None:
@@ -85,14 +85,14 @@ class _Link:
         Raises:
             OSError: the connection has ended, or somebody else speaks.
         """
-        data = self.sock.recv(_NUMBER.size + _PROOF_BYTES - len(self._part))
+        data = self.sock.recv(_NUMBER.size + _PROOF_BYTES - len(self._partial_word))
         if not data:
             raise ConnectionError("the connection was closed")
-        self._part += data
-        if len(self._part) < _NUMBER.size + _PROOF_BYTES:
+        self._partial_word += data
+        if len(self._partial_word) < _NUMBER.size + _PROOF_BYTES:
             return None
-        word, proof, self._part = self._part[:_NUMBER.size], self._part[_NUMBER.size:], b""
-        if not hmac.compare_digest(proof, self._proof(self._theirs, self._num_received, word)):
+        word, proof, self._partial_word = self._partial_word[:_NUMBER.size], self._partial_word[_NUMBER.size:], b""
+        if not hmac.compare_digest(proof, self._proof(self._receives_from, self._num_received, word)):
             raise ConnectionError("what came was not signed by the other rank")
         self._num_received += 1
         number: int = _NUMBER.unpack(word)[0]
@@ -120,16 +120,16 @@ class Hub:
         self.lost: list[int] = []
         self.unreachable: list[int] = []
         self._secret, self._silence_s = secret, silence_s(patience_s)
-        self._listener = _kept(_listen())
+        self._listener = _registered(_listen())
         self.port: int = self._listener.getsockname()[1]
-        self._wake, self._woken = map(_kept, socket.socketpair())
+        self._wake, self._woken = map(_registered, socket.socketpair())
         self._members: dict[int, _Link] = {}
         self._unproven = Unproven()
         self._farewell = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
-        self._thread = _started(self._serve)
+        self._thread = _started_thread(self._serve)
 
     def close(self, *, farewell: bool) -> None:
         self._farewell = farewell
@@ -154,7 +154,7 @@ class Hub:
 
     def _accept(self) -> None:
         with suppress(OSError):
-            sock = _kept(self._listener.accept()[0])
+            sock = _registered(self._listener.accept()[0])
             sock.setblocking(False)
             nonce, claim = secrets.token_bytes(_NONCE_BYTES), bytearray()
             sock.send(nonce)  # into an empty buffer
@@ -219,7 +219,7 @@ class Spoke:
                  patience_s: float = MOST_SILENCE_S) -> None:
         self.lost: list[int] = []
         self.unreachable: list[int] = []
-        self._sock = _kept(socket.create_connection(address, timeout=_HANDSHAKE_S))
+        self._sock = _registered(socket.create_connection(address, timeout=_HANDSHAKE_S))
         try:
             self._link = self._joined(rank, secret)
         except BaseException:
@@ -227,7 +227,7 @@ class Spoke:
             raise
         self._sock.settimeout(None)
         _watch_host(self._sock, silence_s(patience_s))
-        self._thread = _started(self._listen)
+        self._thread = _started_thread(self._listen)
 
     def close(self, *, farewell: bool) -> None:
         if farewell:
@@ -263,12 +263,12 @@ def _listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def _kept(sock: socket.socket) -> socket.socket:
+def _registered(sock: socket.socket) -> socket.socket:
     _open.add(sock)
     return sock
 
 
-def _started(work: Callable[[], Any]) -> threading.Thread:
+def _started_thread(work: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=work, name="paceline-liveness", daemon=True)
     thread.start()
     return thread

@@ -49,10 +49,10 @@ class _Rank:
 class Listener(Protocol):
     """Hears what the first rank says of the run while ranks work."""
 
-    def told(self) -> dict[str, Any] | None:
+    def on_report(self) -> dict[str, Any] | None:
         """Something happened, and nobody waits. Returns an order to the first rank, if there is one."""
 
-    def asked(self, question: Any, exchange: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    def on_question(self, question: Any, exchange: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         """The first rank waits for this answer. exchange: gives it an order before, and returns what it says to that.
 
         Raises:
@@ -254,7 +254,7 @@ class _Ranks:
         return may_help and self.launch.restarts > 0 and not self.interrupted and (
             self.fruitless[failure.rank] < FRUITLESS_RESTARTS or failure.step > self.furthest[failure.rank])
 
-    def _note_restart(self, lost: set[int], failure: Failure, what: str) -> None:
+    def _note_restart(self, lost: set[int], failure: Failure, measure: str) -> None:
         """Count a restart and say why."""
         restarts = self.launch.restarts - 1
         rank, is_further = failure.rank, failure.step > self.furthest[failure.rank]
@@ -265,7 +265,7 @@ class _Ranks:
         why = failure.message.partition("\n")[0]
         if failure.trace:
             print(failure.describe(), file=sys.stderr)
-        print(f"rank {rank}: {why}; {what} ({restarts} restart{'s' * (restarts != 1)} left)",
+        print(f"rank {rank}: {why}; {measure} ({restarts} restart{'s' * (restarts != 1)} left)",
               file=sys.stderr, flush=True)
 
     def _cause(self) -> Failure | None:
@@ -282,8 +282,8 @@ class _Ranks:
         """
         deadline_s: float | None = None
         optional = self.launch.fault_policy.optional_ranks
-        while left := [number for number, rank in enumerate(self.of) if not rank.finished]:
-            for number, message in self.processes.wait(left, 0.5):
+        while unfinished := [number for number, rank in enumerate(self.of) if not rank.finished]:
+            for number, message in self.processes.wait(unfinished, 0.5):
                 self._hear(number, self.of[number], message)
             if (hang := self._hang()) is not None:
                 return hang
@@ -355,8 +355,8 @@ class _Ranks:
         with suppress(RanksGone, _ListenerAbandoned):  # the rank's end is what follows
             self.listens.set()
             try:
-                word = (listener.told() if is_report else
-                        listener.asked(message.value, partial(self._exchange, number)))
+                word = (listener.on_report() if is_report else
+                        listener.on_question(message.value, partial(self._exchange, number)))
             finally:
                 self.listens.clear()
             if word is not None:
@@ -371,10 +371,10 @@ class _Ranks:
         self.processes.tell(number, Message(0, "answer", number, order))
         replies: list[Any] = []
         while not replies:
-            left = [other for other, rank in enumerate(self.of) if not rank.finished]
-            if number not in left or self._cause() is not None:
+            unfinished = [other for other, rank in enumerate(self.of) if not rank.finished]
+            if number not in unfinished or self._cause() is not None:
                 raise RanksGone
-            for other, message in self.processes.wait(left, 0.5):
+            for other, message in self.processes.wait(unfinished, 0.5):
                 if other == number and message.kind == "question":
                     replies.append(message.value)
                 else:

@@ -58,7 +58,7 @@ class MeetingPlace:
         self.address = place.address if place.index == 0 else address_towards(place.address)
         self.epoch = 0
         self._beats = self._lost = 0
-        self._kept: tuple[int, Any] | None = None  # its epoch and its store
+        self._kept_store: tuple[int, Any] | None = None  # its epoch and its store
         self._failed_s: tuple[int, float] | None = None  # the epoch that can't be reached, and since when
         self._enough_s: float | None = None  # since when enough hosts can't
         self._is_watching = threading.Event()
@@ -75,7 +75,7 @@ class MeetingPlace:
 
     @property
     def is_kept_here(self) -> bool:
-        return self._kept is not None and self._kept[0] == self.standing.epoch
+        return self._kept_store is not None and self._kept_store[0] == self.standing.epoch
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class MeetingPlace:
     # --- Opening one ------------------------------------------------------------------------------------------------
 
     def _store_kept(self, standing: Standing) -> Any:
-        return self._kept[1] if self._kept is not None and self._kept[0] == standing.epoch else None
+        return self._kept_store[1] if self._kept_store is not None and self._kept_store[0] == standing.epoch else None
 
     def _reached(self, standing: Standing) -> Any:
         """The store that another host keeps; None if it gives no answer, or is not that of this epoch."""
@@ -210,7 +210,7 @@ class MeetingPlace:
                           port=store.port, token=token, hosts=tuple(voters), is_anew=is_anew)
         if not self._append(entry):
             return None
-        self._kept = (entry.epoch, store)
+        self._kept_store = (entry.epoch, store)
         return store
 
     def _new_store(self, address: str) -> Any:

@@ -68,12 +68,12 @@ class _Ranks:
     def tell(self, kind: Any, rank: int, value: Any) -> None:
         write_line(self.out, Message(0, kind, rank, value).encode())
 
-    def do(self, asked: Message) -> None:
-        if asked.kind == "start":
-            task = asyncio.create_task(self._run(asked.rank, asked.value["words"], asked.value["environment"]))
+    def do(self, request: Message) -> None:
+        if request.kind == "start":
+            task = asyncio.create_task(self._run(request.rank, request.value["words"], request.value["environment"]))
             self.tasks.add(task)
-        elif asked.kind == "order":
-            self.signal(asked.value)
+        elif request.kind == "order":
+            self.signal(request.value)
 
     def signal(self, number: int) -> None:
         for process in self.processes.values():
@@ -81,11 +81,12 @@ class _Ranks:
                 process.send_signal(number)
 
     async def _run(self, rank: int, words: list[str], environment: dict[str, str]) -> None:
-        kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # of Ray's own making
+        # OMP_NUM_THREADS is of Ray's own making.
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", *words, str(os.getpid()), stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=_LINE_BYTES,
-            env={**kept, **environment})
+            env={**inherited, **environment})
         assert process.stdout is not None and process.stderr is not None
         self.processes[rank] = process
         printed = asyncio.create_task(process.stdout.read())
@@ -104,10 +105,10 @@ async def serve() -> None:
     """Answer the greeting, then do what is asked until stdin ends."""
     out = os.dup(1)
     os.dup2(2, 1)
-    asked = asyncio.StreamReader(limit=_LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(asked), sys.stdin)
+    requests = asyncio.StreamReader(limit=_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
     try:
-        greeting = TrainingGreeting.decode(await asked.readline())
+        greeting = TrainingGreeting.decode(await requests.readline())
         greeting.check()
     except PacelineError as error:
         write_line(out, json.dumps({"error": error.args[0], "hint": error.hint}))
@@ -115,7 +116,7 @@ async def serve() -> None:
     os.chdir(greeting.folder)
     write_line(out, json.dumps({"port": free_port()}))
     ranks = _Ranks(out)
-    while line := await asked.readline():
+    while line := await requests.readline():
         ranks.do(Message.decode(line))
     for process in ranks.processes.values():
         with suppress(ProcessLookupError):

@@ -144,10 +144,10 @@ class NodesPool:
               flush=True)
         self._wire.drop(node)
         self._slots.pop(node, None)
-        gone = [number for number, task in self._tasks.items() if task.node == node]
-        for number in gone:
+        lost = [number for number, task in self._tasks.items() if task.node == node]
+        for number in lost:
             del self._tasks[number]
-        return [Message(number, "lost", 0) for number in gone]
+        return [Message(number, "lost", 0) for number in lost]
 
 
 def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, what: str) -> dict[int, dict[str, Any] | None]:
@@ -181,40 +181,40 @@ class Lines:
     """Whole lines from a pipe."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor, self._rest = descriptor, b""
+        self.descriptor, self._partial_line = descriptor, b""
 
     def read(self) -> list[str] | None:
         """The lines that are there, at least a part of one; None at the pipe's end."""
-        given = os.read(self.descriptor, 2**16)
-        if not given:
+        data = os.read(self.descriptor, 2**16)
+        if not data:
             return None
-        *lines, self._rest = (self._rest + given).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         return [line.decode() for line in lines]
 
 
-def serve(pool: Pool, asked: Lines, out: int) -> None:
+def serve(pool: Pool, requests: Lines, out: int) -> None:
     """Do what is asked line by line, and say what happens, until the pipe of requests ends."""
     while True:
-        for message in pool.wait(_LONG_S, also=[asked.descriptor]):
+        for message in pool.wait(_LONG_S, also=[requests.descriptor]):
             write_line(out, message.encode())
-        while wait([asked.descriptor], 0):
-            lines = asked.read()
+        while wait([requests.descriptor], 0):
+            lines = requests.read()
             if lines is None:
                 return
             for line in lines:
                 _do(pool, Message.decode(line))
 
 
-def _do(pool: Pool, asked: Message) -> None:
-    if asked.kind == "start":
-        given = asked.value
-        pool.start(given["payload"], given["slots"], number=asked.task,
-                   fault_policy=FaultPolicy(uses_process_group=given["uses_process_group"]),
-                   log_dir=None if given["log_dir"] is None else Path(given["log_dir"]))
-    elif asked.kind == "answer":
-        pool.answer(asked, asked.value)
+def _do(pool: Pool, request: Message) -> None:
+    if request.kind == "start":
+        start = request.value
+        pool.start(start["payload"], start["slots"], number=request.task,
+                   fault_policy=FaultPolicy(uses_process_group=start["uses_process_group"]),
+                   log_dir=None if start["log_dir"] is None else Path(start["log_dir"]))
+    elif request.kind == "answer":
+        pool.answer(request, request.value)
     else:
-        pool.stop(asked.task, patience_s=asked.value)
+        pool.stop(request.task, patience_s=request.value)
 
 
 def write_line(out: int, text: str) -> None:

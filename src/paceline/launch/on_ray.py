@@ -57,13 +57,13 @@ def find_nodes(address: str) -> list[Node]:
                          hint="auto, on a machine of the cluster, or HOST:PORT of its head")
     hint = "run the command on a machine of the cluster; `ray status` there says whether it is up"
     try:
-        asked = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True,
+        completed = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True,
                                timeout=_CONNECT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"no Ray cluster answers at '{address}' within {_CONNECT_S:.0f} s", hint=hint) from error
-    listed = [line for line in asked.stdout.splitlines() if line.startswith("nodes ")]
+    listed = [line for line in completed.stdout.splitlines() if line.startswith("nodes ")]
     if not listed:
-        reason = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        reason = (completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"])[-1]
         raise ClusterError(f"can't use the Ray cluster at '{address}': {reason}", hint=hint)
     return _with_devices(json.loads(listed[0].removeprefix("nodes ")), address)
 
@@ -211,38 +211,38 @@ class RayTransport:
     def __init__(self, places: Sequence[Place], words: Sequence[str]) -> None:
         self._ray = _ray()
         self.names = [place.name for place in places]
-        self._told = [0] * len(places)
+        self._num_told = [0] * len(places)
         self._actors: dict[int, Any] = {}
-        self._heard: dict[Any, int] = {}  # calls that wait for a line
+        self._pending: dict[Any, int] = {}  # calls that wait for a line
         for number, place in enumerate(places):
             actor = self._ray.remote(Outpost).options(**place.options, max_restarts=0).remote(json.dumps(list(words)))
             self._actors[number] = actor
-            self._heard[actor.hear.remote()] = number
+            self._pending[actor.hear.remote()] = number
 
     def tell(self, node: int, line: str) -> None:
         if node in self._actors:
-            self._actors[node].tell.remote(self._told[node], line)
-            self._told[node] += 1
+            self._actors[node].tell.remote(self._num_told[node], line)
+            self._num_told[node] += 1
 
     def hear(self, timeout_s: float) -> list[tuple[int, str | None]]:
         from ray.exceptions import RayError
 
         lines: list[tuple[int, str | None]] = []
-        ready, _ = self._ray.wait(list(self._heard), num_returns=1, timeout=timeout_s)
+        ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
         for call in ready:
-            node = self._heard.pop(call)
+            node = self._pending.pop(call)
             try:
                 line = self._ray.get(call)
             except RayError:
                 line = ""
             if line:
-                self._heard[self._actors[node].hear.remote()] = node
+                self._pending[self._actors[node].hear.remote()] = node
             lines.append((node, line or None))
         return lines
 
     def drop(self, node: int) -> None:
         actor = self._actors.pop(node, None)
-        self._heard = {call: number for call, number in self._heard.items() if number != node}
+        self._pending = {call: number for call, number in self._pending.items() if number != node}
         if actor is not None:
             self._ray.kill(actor)
 

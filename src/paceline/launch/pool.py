@@ -149,8 +149,8 @@ class Pool:
         left_s = min([timeout_s, *(max(0.0, at_s - time.monotonic()) for at_s in kills)])
         places = {slot: (task, rank) for task in self._tasks.values()
                   for rank, slot in enumerate(task.slots) if rank in task.running}
-        heard = self._processes.wait(list(places), left_s, also=also)
-        return [message for slot, message in heard if self._is_news(*places[slot], message)] + self._ended()
+        arrived = self._processes.wait(list(places), left_s, also=also)
+        return [message for slot, message in arrived if self._is_news(*places[slot], message)] + self._ended()
 
     def _is_news(self, task: _Task, rank: int, message: Message) -> bool:
         """Whether a message is for whoever started the task, and not of a rank's end."""
@@ -169,8 +169,9 @@ class Pool:
         events = []
         for task in list(self._tasks.values()):
             if task.failures and task.running:
-                told = any(not failure.heard for failure in task.failures.values())
-                task.kill_at_s = min(task.kill_at_s or float("inf"), time.monotonic() + (0.0 if told else _CAUSE_S))
+                knows_cause = any(not failure.heard for failure in task.failures.values())
+                kill_at_s = time.monotonic() + (0.0 if knows_cause else _CAUSE_S)
+                task.kill_at_s = min(task.kill_at_s or float("inf"), kill_at_s)
             if task.running and task.kill_at_s is not None and time.monotonic() >= task.kill_at_s:
                 for rank in task.running:
                     self._processes.end(task.slots[rank])
@@ -201,7 +202,7 @@ class Pool:
         from paceline.launch.process import set_up_device
 
         signal.signal(_STOP_SIGNAL, signal.SIG_IGN)  # one that comes when the training is already over
-        where = set_up_device(self.devices[slot], len(self.devices))
+        device = set_up_device(self.devices[slot], len(self.devices))
         output = redirect(None)
         while True:
             try:
@@ -211,24 +212,25 @@ class Pool:
             log = Path(folder) / f"rank-{start.rank}.log" if (folder := start.value["log_dir"]) else None
             before, output = output, redirect(log)
             before.close()
-            line.end(*self._run(slot, where, start, line, log, output))
-            _let_go(where)
+            line.end(*self._run(slot, device, start, line, log, output))
+            _let_go(device)
 
-    def _run(self, slot: int, where: torch.device, start: Message, line: Line, log: Path | None,
+    def _run(self, slot: int, device: torch.device, start: Message, line: Line, log: Path | None,
              output: TextIO) -> tuple[Any, Failure | None]:
         import torch.distributed as dist
 
         from paceline.launch.process import run_body
 
-        rank, told = start.rank, start.value
-        world_size = told["world_size"]
-        context = RankContext(rank, world_size, world_size, where, None, self._board, slot, told["attempt"],
-                              secret=bytes.fromhex(told["secret"]), timeout_s=self._timeout_s, deaths=(0,) * world_size)
+        rank, order = start.rank, start.value
+        world_size = order["world_size"]
+        context = RankContext(rank, world_size, world_size, device, None, self._board, slot, order["attempt"],
+                              secret=bytes.fromhex(order["secret"]), timeout_s=self._timeout_s,
+                              deaths=(0,) * world_size)
         make_store = (lambda: dist.FileStore(str(self._store(start.task)), world_size)) if world_size > 1 else None
-        outcome = run_body(lambda context: self._body(context, told["payload"], line), context,
+        outcome = run_body(lambda context: self._body(context, order["payload"], line), context,
                            device=self.devices[slot], make_store=make_store, terminal=output, log=log,
                            report=lambda failure: line.end(None, failure),
-                           fault_policy=FaultPolicy(uses_process_group=told["uses_process_group"]))
+                           fault_policy=FaultPolicy(uses_process_group=order["uses_process_group"]))
         sys.stdout.flush()
         sys.stderr.flush()
         return outcome

@@ -19,7 +19,7 @@ from paceline.cluster import Device, threads_of_a_rank
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure
 from paceline.launch.fault_policy import FaultPolicy
-from paceline.launch.limit import held_to
+from paceline.launch.limit import limited_to
 from paceline.launch.logs import open_log, set_up_logging
 from paceline.launch.watchdog import Watchdog, peer_loss
 
@@ -46,10 +46,10 @@ def run_rank(body: Body, context: RankContext, device: Device, *, make_store: Ca
 def set_up_device(device: Device, local_world_size: int) -> torch.device:
     """Take this process's share of the cores, and its device."""
     use_threads(local_world_size)
-    where = _claim(device)
-    if where.type == "cpu":
+    torch_device = _claim(device)
+    if torch_device.type == "cpu":
         set_up_heap(keep=not device.is_limit)
-    return where
+    return torch_device
 
 
 def run_body(body: Body, context: RankContext, *, device: Device, make_store: Callable[[], dist.Store] | None,
@@ -65,7 +65,7 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
             context.store = make_store()
         set_up_logging(terminal, rank=context.rank, store=context.store)
         with (Watchdog(context, timeout_s=context.timeout_s, report=report),
-              _process_group(context, device, fault_policy), held_to(device)):
+              _process_group(context, device, fault_policy), limited_to(device)):
             return body(context), None
     except BaseException as error:
         failure = peer_loss(context, error)
@@ -120,10 +120,10 @@ def use_threads(local_world_size: int) -> None:
 
 
 def _claim(device: Device) -> torch.device:
-    where = torch.device(device.kind, device.index) if device.kind == "cuda" else torch.device("cpu")
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    return where
+    torch_device = torch.device(device.kind, device.index) if device.kind == "cuda" else torch.device("cpu")
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
+    return torch_device
 
 
 def _write_trace(error: BaseException, log: Path | None) -> None:

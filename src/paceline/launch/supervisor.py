@@ -50,12 +50,12 @@ class Supervisor:
     def __init__(self, main: Main) -> None:
         end_openmp_threads()
         self._processes: dict[int, _Process] = {}
-        self._socket, theirs = socket.socketpair()
+        self._socket, server_end = socket.socketpair()
         self._server: Any = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(main, theirs, self._socket, os.getpid()))
+            target=_serve, args=(main, server_end, self._socket, os.getpid()))
         with signals.blocked():  # the server keeps them blocked: this process decides what they mean
             self._server.start()
-        theirs.close()
+        server_end.close()
 
     def close(self) -> None:
         """End all processes."""
@@ -184,19 +184,19 @@ def _reap(child: Any, patience_s: float) -> int | None:
 
 
 def _fork(main: Main, slot: int, requests: socket.socket, children: dict[int, Any]) -> None:
-    ours, theirs = multiprocessing.Pipe()
+    parent_end, child_end = multiprocessing.Pipe()
     try:
         child = multiprocessing.get_context("fork").Process(
-            target=_be_process, args=(main, slot, theirs, [requests, ours], os.getpid()))
+            target=_be_process, args=(main, slot, child_end, [requests, parent_end], os.getpid()))
         child.start()
         assert child.pid is not None
         children[child.pid] = child
-        socket.send_fds(requests, [_line({"pid": child.pid})], [ours.fileno()])
+        socket.send_fds(requests, [_line({"pid": child.pid})], [parent_end.fileno()])
     except OSError as error:
         requests.sendall(_line({"error": str(error)}))
     finally:
-        ours.close()
-        theirs.close()
+        parent_end.close()
+        child_end.close()
 
 
 def _be_process(main: Main, slot: int, connection: Connection, others: list[Any], parent_pid: int) -> None:

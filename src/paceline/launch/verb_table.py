@@ -47,8 +47,8 @@ class VerbTable:
 
     def note(self, rank: int, step: int, verb: str) -> None:
         """Rank `rank` calls `verb` in step `step`, counted from 1."""
-        start, known = self._start(rank, step), "".join(f"{each}\n" for each in self.of(rank, step))
-        text = f"{known}{verb}\n".encode()
+        start, earlier = self._start(rank, step), "".join(f"{each}\n" for each in self.of(rank, step))
+        text = f"{earlier}{verb}\n".encode()
         if len(text) <= _TEXT_BYTES:
             self._memory[start:start + _STEP_BYTES] = step.to_bytes(_STEP_BYTES, "little")
             self._memory[start + _STEP_BYTES:start + _STEP_BYTES + _TEXT_BYTES] = text.ljust(_TEXT_BYTES, b"\0")
@@ -65,10 +65,10 @@ class VerbTable:
         """Which other verb another rank called in the place of this rank's, in words; "" if none did."""
         verbs = self.of(rank, step)
         for other in range(self.num_ranks):
-            for number, (mine, theirs) in enumerate(zip(verbs, self.of(other, step), strict=False), start=1):
-                if mine != theirs:
+            for number, (verb, other_verb) in enumerate(zip(verbs, self.of(other, step), strict=False), start=1):
+                if verb != other_verb:
                     return (f"ranks call different verbs in step {step}: as number {number}, rank {rank} came to "
-                            f"{mine} and rank {other} to {theirs}")
+                            f"{verb} and rank {other} to {other_verb}")
         return ""
 
     def _start(self, rank: int, step: int) -> int:

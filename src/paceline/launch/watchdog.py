@@ -98,11 +98,11 @@ class Watchdog:
             return {r: json.loads(store.get(f"stuck/{r}")) for r in range(world_size) if store.check([f"stuck/{r}"])}
 
         position = self._position()
-        heard = within(_ANSWER_S + _STORE_S if rank else None, ask)
-        if heard is None:  # rank 0 keeps the store; of the others nothing is known
+        positions = within(_ANSWER_S + _STORE_S if rank else None, ask)
+        if positions is None:  # rank 0 keeps the store; of the others nothing is known
             return hang_failure({rank: position}, world_size=world_size, rank=rank, timeout_s=self.timeout_s,
                                 silent=[0])
-        return hang_failure(heard, world_size=world_size, rank=rank, timeout_s=self.timeout_s)
+        return hang_failure(positions, world_size=world_size, rank=rank, timeout_s=self.timeout_s)
 
     def _position(self) -> dict[str, Any]:
         thread = threading.main_thread().ident or 0
@@ -119,11 +119,11 @@ def within(limit_s: float | None, ask: Callable[[], T]) -> T | None:
     """What the store says, in as many seconds; None if the process that keeps it is gone or does not answer."""
     answers: list[T] = []
 
-    def asked() -> None:
+    def collect_answer() -> None:
         with suppress(RuntimeError):
             answers.append(ask())
 
-    thread = threading.Thread(target=asked, name="paceline-ask", daemon=True)
+    thread = threading.Thread(target=collect_answer, name="paceline-ask", daemon=True)
     thread.start()
     thread.join(limit_s)
     return answers[0] if answers else None
@@ -149,15 +149,15 @@ def _user_place(frame: FrameType | None) -> str:
     return ""
 
 
-def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int, timeout_s: float,
+def hang_failure(positions: dict[int, dict[str, Any]], *, world_size: int, rank: int, timeout_s: float,
                  silent: list[int] | None = None, states: Mapping[int, str] = MappingProxyType({})) -> Failure:
     """The report of a hang, in the culprit's name, from what each rank said of itself; `rank` writes it.
 
-    silent: ranks that gave no answer; by default all that are not in `heard`. states: what is known of those.
+    silent: ranks that gave no answer; by default all that are not in `positions`. states: what is known of those.
     """
-    silent = [r for r in range(world_size) if r not in heard] if silent is None else silent
-    stuck = [r for r, at in heard.items() if not at["waits"]]
-    waiting = [r for r, at in heard.items() if at["waits"]]
+    silent = [r for r in range(world_size) if r not in positions] if silent is None else silent
+    stuck = [r for r, at in positions.items() if not at["waits"]]
+    waiting = [r for r, at in positions.items() if at["waits"]]
     culprit, trace = rank, ""
     if silent:
         culprit = silent[0]
@@ -168,13 +168,13 @@ def hang_failure(heard: dict[int, dict[str, Any]], *, world_size: int, rank: int
         culprit = stuck[0]
         message = (f"rank {_listed(stuck)} did not reach the collective that the others wait for in {timeout_s:g} s"
                    if world_size > 1 else f"rank {culprit} did not go on for {timeout_s:g} s")
-        trace = f"Stack of rank {culprit}:\n{heard[culprit]['stack'].rstrip()}"
+        trace = f"Stack of rank {culprit}:\n{positions[culprit]['stack'].rstrip()}"
     else:
-        steps = ", ".join(f"rank {r}: step {at['step']} ({at['phase']})" for r, at in sorted(heard.items()))
+        steps = ", ".join(f"rank {r}: step {at['step']} ({at['phase']})" for r, at in sorted(positions.items()))
         message = f"all ranks wait in collectives that don't match for {timeout_s:g} s: {steps}"
     if waiting and (silent or stuck):
         message += f"; rank {_listed(waiting)} waited for it"
-    at = heard.get(culprit, {"step": 0, "phase": "start", "where": "", "host": ""})
+    at = positions.get(culprit, {"step": 0, "phase": "start", "where": "", "host": ""})
     message = f"{message}\n\nhint: --patience SECONDS allows longer pauses"
     return Failure(culprit, at["host"], PeerLost.__name__, message, PeerLost.exit_code, heard=False, step=at["step"],
                    phase=at["phase"], where=at["where"], trace=trace, time_s=time.time())

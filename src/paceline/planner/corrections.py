@@ -54,7 +54,7 @@ class Corrections:
     def __init__(self) -> None:
         self._calibrations: dict[Plan, Calibration] = {}
         self._predicted: dict[Plan, Estimate] = {}
-        self._alike: dict[tuple[object, ...], list[Plan]] = {}
+        self._plans_by_likeness: dict[tuple[object, ...], list[Plan]] = {}
         self._factors: Mapping[str, float] = {}
 
     def __contains__(self, plan: Plan) -> bool:
@@ -63,34 +63,34 @@ class Corrections:
     def add(self, plan: Plan, predicted: Estimate, calibration: Calibration) -> None:
         """predicted: without any correction."""
         for likeness in _likenesses(plan) if plan not in self else ():
-            self._alike.setdefault(likeness, []).append(plan)
+            self._plans_by_likeness.setdefault(likeness, []).append(plan)
         self._calibrations[plan], self._predicted[plan] = calibration, predicted
         self._factors = part_factors([(self._predicted[calibrated].breakdown, each.step_s)
                                       for calibrated, each in self._calibrations.items()])
 
     def knows_kind_of(self, plan: Plan) -> bool:
         """Whether a plan was calibrated that runs the same code on as many ranks."""
-        return _likenesses(plan)[0] in self._alike
+        return _likenesses(plan)[0] in self._plans_by_likeness
 
     def is_far(self, plan: Plan) -> bool:
         """Whether all of its kind that were calibrated have many more or many fewer micro-batches."""
-        known = self._alike.get(_likenesses(plan)[0], ())
+        calibrated = self._plans_by_likeness.get(_likenesses(plan)[0], ())
         return all(max(plan.num_microbatches / other.num_microbatches,
-                       other.num_microbatches / plan.num_microbatches) >= FAR for other in known)
+                       other.num_microbatches / plan.num_microbatches) >= FAR for other in calibrated)
 
     def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
         """The estimate with what is known of plans like it, and how sure that is."""
         spread = SPREAD["itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"]
         explained_s = self._explained_s(predicted)
-        off = self._off(plan, predicted) if plan in self else self._of_the_nearest(plan)
-        step_s = self._step_s(plan) if plan in self else explained_s * off.factor
+        error = self._error_of(plan, predicted) if plan in self else self._of_the_nearest(plan)
+        step_s = self._step_s(plan) if plan in self else explained_s * error.factor
         return replace(
             predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
-            peak_memory_bytes=predicted.peak_memory_bytes + off.num_bytes, ledger=_with(predicted.ledger, off),
+            peak_memory_bytes=predicted.peak_memory_bytes + error.num_bytes, ledger=_with(predicted.ledger, error),
             breakdown=self._breakdown(predicted, step_s), is_measured=plan in self,
             start_s=self._start_s(plan, predicted),
             gain=self._calibrations[plan].gain if plan in self else predicted.gain,
-            needs=tuple(MemoryNeed(need.name, need.device, _with(need.ledger, off)) for need in predicted.needs))
+            needs=tuple(MemoryNeed(need.name, need.device, _with(need.ledger, error)) for need in predicted.needs))
 
     def _step_s(self, plan: Plan) -> float:
         """Two runs of one plan differ by more than compiled code may gain: where both plans were calibrated, the gain
@@ -112,23 +112,24 @@ class Corrections:
         after_s = sum(self._factors.get(name, 1.0) * seconds for name, seconds in predicted.breakdown.items())
         return predicted.step_s * after_s / before_s if before_s else predicted.step_s
 
-    def _off(self, plan: Plan, predicted: Estimate) -> _Off:
+    def _error_of(self, plan: Plan, predicted: Estimate) -> _Error:
         """What is left of a calibrated plan's error beside that of its parts."""
         calibration = self._calibrations[plan]
-        return _Off(calibration.step_s / self._explained_s(predicted),
-                    calibration.peak_memory_bytes - predicted.peak_memory_bytes)
+        return _Error(calibration.step_s / self._explained_s(predicted),
+                      calibration.peak_memory_bytes - predicted.peak_memory_bytes)
 
-    def _of_the_nearest(self, plan: Plan) -> _Off:
+    def _of_the_nearest(self, plan: Plan) -> _Error:
         """What the plans that are most like this one are off by; their memory only if they are of its kind."""
         for nearness, likeness in enumerate(_likenesses(plan)):
-            if likeness in self._alike:
-                known = {other: self._off(other, self._predicted[other]) for other in self._alike[likeness]}
+            if likeness in self._plans_by_likeness:
+                errors = {other: self._error_of(other, self._predicted[other])
+                          for other in self._plans_by_likeness[likeness]}
                 if nearness == 0:
-                    return _between(known, plan)
-                factor = statistics.geometric_mean(off.factor for off in known.values())
-                return _Off(factor, round(statistics.median(off.num_bytes for off in known.values()))
-                            if nearness < 3 else 0)
-        return _Off(1.0, 0)
+                    return _between(errors, plan)
+                factor = statistics.geometric_mean(error.factor for error in errors.values())
+                return _Error(factor, round(statistics.median(error.num_bytes for error in errors.values()))
+                              if nearness < 3 else 0)
+        return _Error(1.0, 0)
 
     def _breakdown(self, predicted: Estimate, step_s: float) -> dict[str, float]:
         """Parts as they were found to be; what a step takes beyond them is not explained."""
@@ -161,26 +162,26 @@ def part_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str
 
 
 @dataclass(frozen=True, slots=True)
-class _Off:
+class _Error:
     """By what a step is longer, as a factor, and a peak higher."""
 
     factor: float
     num_bytes: int
 
 
-def _between(known: Mapping[Plan, _Off], plan: Plan) -> _Off:
+def _between(errors: Mapping[Plan, _Error], plan: Plan) -> _Error:
     """A line through what is known, over the logarithm of the number of micro-batches; level beyond its ends."""
     def at(calibrated: Plan) -> float:
         return math.log(calibrated.num_microbatches)
 
-    below = [calibrated for calibrated in known if at(calibrated) <= at(plan)]
-    above = [calibrated for calibrated in known if at(calibrated) >= at(plan)]
+    below = [calibrated for calibrated in errors if at(calibrated) <= at(plan)]
+    above = [calibrated for calibrated in errors if at(calibrated) >= at(plan)]
     low = max(below, key=at, default=min(above, key=at, default=plan))
     high = min(above, key=at, default=low)
     part = (at(plan) - at(low)) / (at(high) - at(low)) if at(high) > at(low) else 0.0
-    first, second = known[low], known[high]
-    return _Off(first.factor ** (1 - part) * second.factor ** part,
-                round((1 - part) * first.num_bytes + part * second.num_bytes))
+    first, second = errors[low], errors[high]
+    return _Error(first.factor ** (1 - part) * second.factor ** part,
+                  round((1 - part) * first.num_bytes + part * second.num_bytes))
 
 
 def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
@@ -190,5 +191,5 @@ def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
     return (kind, ranks, code), (kind, ranks), (kind,), ()
 
 
-def _with(ledger: Mapping[str, int], off: _Off) -> dict[str, int]:
-    return {**ledger, MEASURED: off.num_bytes} if off.num_bytes else dict(ledger)
+def _with(ledger: Mapping[str, int], error: _Error) -> dict[str, int]:
+    return {**ledger, MEASURED: error.num_bytes} if error.num_bytes else dict(ledger)

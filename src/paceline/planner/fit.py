@@ -40,7 +40,7 @@ def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: 
     if estimate.fits:
         return
     worst = max(estimate.needs, key=lambda need: need.missing_bytes)
-    reasons = "".join(f"\n{line}" for line in (set_aside(worst), *taken(estimate.needs)) if line)
+    reasons = "".join(f"\n{line}" for line in (set_aside(worst), *reduced_memory(estimate.needs)) if line)
     others = list(_plans_that_fit(job, plan, cluster, profile, split, snapshot=snapshot))
     shown = "\n".join(f"  {other!s:<34} {most.total_bytes / MIB:>8,.0f} MiB a rank" for other, most in others)
     raise PlanError(f"plan '{plan}' doesn't fit: it needs {worst.total_bytes / MIB:,.0f} MiB on a rank that may use "
@@ -102,10 +102,10 @@ def _other_splits(size: int, job: Job) -> list[Plan]:
 
 def _as_many(cluster: Cluster, plan: Plan) -> Cluster:
     """The cluster with a device a rank, like those it has; like its GPUs, where there are CPUs beside them."""
-    alike = [device for device in cluster.devices if device.kind == cluster.devices[-1].kind]
-    if plan.world_size == len(alike):
-        return replace(cluster, devices=tuple(alike))
-    least = min(alike, key=lambda device: device.memory_bytes)
+    same_kind = [device for device in cluster.devices if device.kind == cluster.devices[-1].kind]
+    if plan.world_size == len(same_kind):
+        return replace(cluster, devices=tuple(same_kind))
+    least = min(same_kind, key=lambda device: device.memory_bytes)
     return replace(cluster, devices=tuple(replace(least, index=index) for index in range(plan.world_size)))
 
 
@@ -117,7 +117,7 @@ def set_aside(need: MemoryNeed) -> str:
     return f"MiB set aside on a GPU: {', '.join(parts)}" if parts else ""
 
 
-def taken(needs: Iterable[MemoryNeed]) -> list[str]:
+def reduced_memory(needs: Iterable[MemoryNeed]) -> list[str]:
     """Which devices have less than all of their memory, and who has the rest."""
     return list(dict.fromkeys(need.device.taken for need in needs if need.device.taken))
 

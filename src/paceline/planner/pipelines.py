@@ -58,12 +58,12 @@ def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch
     missing_bytes = 0
     costs = islice(_ranks(profile, plan, cluster, software, samples_of(plan, cluster, batch), precision), 2)
     on = _stages_on(cluster, plan.num_stage_ranks, plan.world_size // plan.num_stage_ranks, precision, software)
-    for rank, where in zip(costs, on, strict=False):
-        allocator = allocator_of(plan, where.device, software)
-        for peak_bytes in _held_ahead(rank, _place(rank, plan, where, precision, software)):
+    for rank, stage_place in zip(costs, on, strict=False):
+        allocator = allocator_of(plan, stage_place.device, software)
+        for peak_bytes in _peaks_before_backward(rank, _place(rank, plan, stage_place, precision, software)):
             aside_bytes = sum(allocator.set_aside(int(peak_bytes)).values())
             missing_bytes = max(missing_bytes,
-                                int(peak_bytes) - ROUNDED_BYTES + aside_bytes - where.device.memory_bytes)
+                                int(peak_bytes) - ROUNDED_BYTES + aside_bytes - stage_place.device.memory_bytes)
             if missing_bytes > 0 and missing_bytes >= enough_bytes:
                 return missing_bytes
     return missing_bytes
@@ -73,11 +73,11 @@ def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch
 class _Block:
     """What a rank does for one action.
 
-    own_s: until its computing is done. tail_s: what its network then still has to do. busy_s: of it, computing.
+    self_s: until its computing is done. tail_s: what its network then still has to do. busy_s: of it, computing.
     kept: bytes held more after it, by what they are for. peak_bytes: the most above what was held before.
     """
 
-    own_s: float
+    self_s: float
     tail_s: float
     busy_s: float
     kept: dict[str, float] = field(default_factory=dict)
@@ -124,11 +124,11 @@ class _Place:
         return block
 
     def _events(self, stage: StageCost, kind: str, microbatch: int) -> Sequence[Event]:
-        taken = sum(m.num_bytes for m in stage.takes)
+        action_seconds = sum(m.num_bytes for m in stage.takes)
         if kind == "F":
             ahead = self.written.lowered.events(forward_course(self.rank, stage, microbatch))
-            return (Allocate("communication", taken), *ahead)
-        given_back = Allocate("communication", -taken)
+            return (Allocate("communication", action_seconds), *ahead)
+        given_back = Allocate("communication", -action_seconds)
         if kind == "I":
             return list(input_gradients(self.written.lowered.step.profile, stage, self.rank.samples))
         back = sum(m.num_bytes for m in stage.regains)
@@ -149,9 +149,10 @@ class _Place:
         player = Player(self.rates, self.network, precision=self.precision)
         for event in events:
             player.play(event)
-        own_s = max(player.clock[COMPUTE], player.clock[HOST])
+        self_s = max(player.clock[COMPUTE], player.clock[HOST])
         memory = player.memory
-        return _Block(own_s, max(0.0, player.clock[NETWORK] - own_s), sum(player.busy.values()), dict(memory.by_ledger),
+        tail_s = max(0.0, player.clock[NETWORK] - self_s)
+        return _Block(self_s, tail_s, sum(player.busy.values()), dict(memory.by_ledger),
                       memory.total, memory.peak, memory.at_peak)
 
 
@@ -165,7 +166,7 @@ def _ranks(profile: Profile, plan: Plan, cluster: Cluster, software: Software, s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Where:
+class _StagePlace:
     """What the ranks of one stage run on: the slowest device, and a network as slow as the slowest."""
 
     device: Device
@@ -173,28 +174,30 @@ class _Where:
 
 
 @lru_cache(maxsize=256)
-def _stages_on(cluster: Cluster, count: int, apart: int, precision: Precision, software: Software) -> list[_Where]:
+def _stages_on(cluster: Cluster, count: int, rank_stride: int, precision: Precision,
+               software: Software) -> list[_StagePlace]:
     """Of each stage, whose ranks are so many; stages on nodes that are alike share one."""
     def speed(device: Device) -> float:
         return stated_rates(device, software).flops_per_s[precision]
 
-    known: dict[tuple[tuple[int, int], ...], _Where] = {}
+    stage_places: dict[tuple[tuple[int, int], ...], _StagePlace] = {}
     stages = []
     for number in range(count):
-        span = cluster.span(number * apart, apart)
+        span = cluster.span(number * rank_stride, rank_stride)
         key = tuple((id(device), id(network)) for device, network in span)  # those of the cluster's nodes
-        if key not in known:
+        if key not in stage_places:
             device = min((device for device, _ in span), key=speed)
-            known[key] = _Where(device, software.on(slowest(span)))
-        stages.append(known[key])
+            stage_places[key] = _StagePlace(device, software.on(slowest(span)))
+        stages.append(stage_places[key])
     return stages
 
 
-def _place(rank: RankCost, plan: Plan, where: _Where, precision: Precision, software: Software) -> _Place:
-    device, alike = where.device, _without_order(plan)
-    written = _written(rank.profile, alike, device.kind, rank.samples, software)
-    blocks = _blocks(rank.profile, alike, device.accelerator, where.network, rank.samples, precision, software)
-    return _Place(rank, written, stated_rates(device, software), where.network, precision, plan.num_microbatches,
+def _place(rank: RankCost, plan: Plan, stage_place: _StagePlace, precision: Precision, software: Software) -> _Place:
+    device, unordered = stage_place.device, _without_order(plan)
+    written = _written(rank.profile, unordered, device.kind, rank.samples, software)
+    network = stage_place.network
+    blocks = _blocks(rank.profile, unordered, device.accelerator, network, rank.samples, precision, software)
+    return _Place(rank, written, stated_rates(device, software), network, precision, plan.num_microbatches,
                   blocks)
 
 
@@ -225,59 +228,59 @@ def play_pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
     """
     samples = samples_of(plan, cluster, batch)
     costs = list(_ranks(profile, plan, cluster, software, samples, precision))
-    count, apart = plan.num_microbatches, plan.world_size // plan.num_stage_ranks
-    on = _stages_on(cluster, len(costs), apart, precision, software)
-    known: dict[tuple[int, int], _Place] = {}
-    for rank, where in zip(costs, on, strict=True):
-        if (id(rank.profile), id(where)) not in known:
-            known[id(rank.profile), id(where)] = _place(rank, plan, where, precision, software)
-    places = [known[id(rank.profile), id(where)] for rank, where in zip(costs, on, strict=True)]
-    devices = [where.device for where in on]
+    count, rank_stride = plan.num_microbatches, plan.world_size // plan.num_stage_ranks
+    on = _stages_on(cluster, len(costs), rank_stride, precision, software)
+    place_of: dict[tuple[int, int], _Place] = {}
+    for rank, stage_place in zip(costs, on, strict=True):
+        if (id(rank.profile), id(stage_place)) not in place_of:
+            place_of[id(rank.profile), id(stage_place)] = _place(rank, plan, stage_place, precision, software)
+    places = [place_of[id(rank.profile), id(stage_place)] for rank, stage_place in zip(costs, on, strict=True)]
+    devices = [stage_place.device for stage_place in on]
 
     kinds = kinds_of(plan)
-    taken = _taken(costs, places, kinds, apart, software)
-    ends = rank_ends(plan.schedule.schedule, taken, num_ranks=plan.num_stage_ranks, num_microbatches=count,
+    action_seconds = _action_seconds(costs, places, kinds, rank_stride, software)
+    ends = rank_ends(plan.schedule.schedule, action_seconds, num_ranks=plan.num_stage_ranks, num_microbatches=count,
                      virtual=plan.schedule.virtual)
-    endings = {id(place): place.ending() for place in known.values()}
+    endings = {id(place): place.ending() for place in place_of.values()}
     tails = [max(place.of(stage, kinds[-1], LAST).tail_s
                  for stage in cost.stages.values()) for cost, place in zip(costs, places, strict=True)]
     through_s = max(end + tail for end, tail in zip(ends, tails, strict=True))
-    update_s = max(ending.own_s for ending in endings.values())
+    update_s = max(ending.self_s for ending in endings.values())
     played: dict[int, Played] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
         if id(place) in played:  # a later rank of the same kind holds fewer micro-batches
             continue
-        own_s, busy_s = _seconds(cost, place, kinds, count)
+        self_s, busy_s = _seconds(cost, place, kinds, count)
         optimizer_s = endings[id(place)].busy_s
-        timeline = _remembered(cost, place, endings[id(place)])
+        timeline = _memory_timeline(cost, place, endings[id(place)])
         step_s = through_s + update_s
-        exposed_s = own_s - busy_s + tails[number] + endings[id(place)].own_s - optimizer_s
+        exposed_s = self_s - busy_s + tails[number] + endings[id(place)].self_s - optimizer_s
         played[id(place)] = Played(f"stage {number}", devices[number], replace(timeline, step_s=step_s, breakdown={
             "compute": busy_s, "optimizer": optimizer_s, "communication": max(0.0, exposed_s),
             "bubble": max(0.0, step_s - busy_s - optimizer_s - exposed_s)}))
     return through_s + update_s, list(played.values())
 
 
-def _taken(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[str], apart: int,
+def _action_seconds(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[str], rank_stride: int,
            software: Software) -> Mapping[Key, ActionSeconds]:
     seconds: dict[Key, ActionSeconds] = {}
-    alike: dict[tuple[object, ...], tuple[ActionSeconds, ActionSeconds, ActionSeconds]] = {}
+    by_key: dict[tuple[object, ...], tuple[ActionSeconds, ActionSeconds, ActionSeconds]] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
         for stage, figures in cost.stages.items():
             for kind in kinds:
                 leaving = {"F": figures.gives, "B": figures.returns, "I": figures.returns}.get(kind, ())
                 sent_s = 0.0
                 for message in leaving:
-                    link = place.network.between(number * apart, message.peer * apart)
+                    link = place.network.between(number * rank_stride, message.peer * rank_stride)
                     sent_s += message.num_bytes / link.bytes_per_s + link.latency_s
                 key = (id(place), figures.segments, kind, sent_s)
-                if key not in alike:
-                    first, middle, last = (ActionSeconds(place.of(figures, kind, microbatch).own_s, sent_s,
+                if key not in by_key:
+                    first, middle, last = (ActionSeconds(place.of(figures, kind, microbatch).self_s, sent_s,
                                                          software.waits_for_sends) for microbatch in (FIRST, MIDDLE,
                                                                                                       LAST))
-                    alike[key] = first, middle, last
-                for microbatch, taken in zip((FIRST, MIDDLE, LAST), alike[key], strict=True):
-                    seconds[stage, kind, microbatch] = taken  # type: ignore[index]
+                    by_key[key] = first, middle, last
+                for microbatch, figure in zip((FIRST, MIDDLE, LAST), by_key[key], strict=True):
+                    seconds[stage, kind, microbatch] = figure  # type: ignore[index]
     return seconds
 
 
@@ -286,10 +289,10 @@ def _seconds(cost: RankCost, place: _Place, kinds: Sequence[str], num_microbatch
     often = {FIRST: 1, MIDDLE: num_microbatches - 2, LAST: 1} if num_microbatches > 1 else {LAST: 1}
     blocks = [(times, place.of(stage, kind, microbatch)) for stage in cost.stages.values() for kind in kinds
              for microbatch, times in often.items()]
-    return sum(times * block.own_s for times, block in blocks), sum(times * block.busy_s for times, block in blocks)
+    return sum(times * block.self_s for times, block in blocks), sum(times * block.busy_s for times, block in blocks)
 
 
-def _held_ahead(cost: RankCost, place: _Place) -> Iterator[float]:
+def _peaks_before_backward(cost: RankCost, place: _Place) -> Iterator[float]:
     """The most bytes that a rank has held until then, up to the end of its first backward."""
     held_bytes = peak_bytes = sum(place.start().kept.values()) + cost.batch_bytes
     yield peak_bytes
@@ -304,15 +307,15 @@ def _held_ahead(cost: RankCost, place: _Place) -> Iterator[float]:
             break
 
 
-def _remembered(cost: RankCost, place: _Place, ending: _Block) -> Timeline:
+def _memory_timeline(cost: RankCost, place: _Place, ending: _Block) -> Timeline:
     """A rank's memory, action by action."""
     start = place.start()
     held_bytes = peak_bytes = sum(start.kept.values()) + cost.batch_bytes
     last, at_peak, done = max(action.microbatch for action in cost.order), -1, []
-    known: dict[tuple[int, str, str], _Block] = {}
+    blocks: dict[tuple[int, str, str], _Block] = {}
     for position, action in enumerate(cost.order):
         key = (action.stage, action.kind, which(action.microbatch, last + 1))
-        block = known.get(key) or known.setdefault(key, place.of(cost.stages[action.stage], action.kind, key[2]))
+        block = blocks.get(key) or blocks.setdefault(key, place.of(cost.stages[action.stage], action.kind, key[2]))
         if held_bytes + block.peak_bytes > peak_bytes:
             peak_bytes, at_peak = held_bytes + block.peak_bytes, position
         held_bytes += block.kept_bytes

@@ -116,8 +116,9 @@ class PlanningProblem:
         """
         conflicts.check_precision(plan, self.job.precision)
         check_step(self.job, plan)
-        if cluster.nodes and (here := [s.name for s in active(plan) if not s.is_priced_on_paper]):
-            raise NotPriced(f"plan '{plan}' has {' and '.join(here)}, which is priced on devices that are here alone")
+        if cluster.nodes and (unpriced := [s.name for s in active(plan) if not s.is_priced_on_paper]):
+            raise NotPriced(f"plan '{plan}' has {' and '.join(unpriced)}, "
+                            "which is priced on devices that are here alone")
         profile = self.profile
         if cluster.nodes:
             profile = self.pieces.layers() if plan.splits_model else self.folded

@@ -171,17 +171,17 @@ class _OneDevice:
 
     def backward(self, at: HookPoint) -> Iterable[Event]:
         segment, samples = self.step.segment(at), self.step.samples(at)
-        made = [self.gradient_bytes[name] for name in segment.gradients]
+        gradient_sizes = [self.gradient_bytes[name] for name in segment.gradients]
         # The first micro-batch's gradients stay, a later one's are added to them one at a time; so are all
         # where their memory is kept.
         stay = at.microbatch == 0 and not self.footprint.gradients_kept
-        passing = 0 if stay else max(made, default=0)
-        yield Allocate("gradients", sum(made) if stay else passing)
+        passing = 0 if stay else max(gradient_sizes, default=0)
+        yield Allocate("gradients", sum(gradient_sizes) if stay else passing)
         peak = segment.backward_peak_bytes.at(samples)
         yield Allocate("activations", peak)
         yield compute(segment.backward, samples)
         if not stay and self.step.device_kind == "cpu":  # on accelerators the products add to it themselves
-            yield Compute(moved_bytes=ADDED * sum(made), operators=len(made))
+            yield Compute(moved_bytes=ADDED * sum(gradient_sizes), operators=len(gradient_sizes))
         if not stay:
             yield from holes_of_added(self.step.device_kind, passing)
         yield free("activations", peak + segment.kept_bytes.at(samples))

@@ -130,24 +130,24 @@ def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _no
     most_refined: Cuts of the model whose schedules and micro-batches are all tried.
     """
     ranking = RankedPlans(may_relax=may_relax)
-    asked = _Asked(price, ranking, least, rent)
-    first = _first(asked, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
+    prices = _PriceTable(price, ranking, least, rent)
+    first = _first(prices, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
     cuts: dict[tuple[int, ...], Plan] = {}  # the best way for each cut of the model; replicas only share its state
     for candidate in first:
         cuts.setdefault(candidate.plan.model_cut, candidate.plan)
     for plan in list(cuts.values())[:most_refined]:
-        _refine(asked, plan, limits)
+        _refine(prices, plan, limits)
     ranking.ways = tuple(candidate.plan for candidate in first if candidate.plan.relaxed is None)
-    ranking.compiling = _compile(asked, limits)
-    ranking.fitting, ranking.over = asked.fitting, tuple(asked.over)
-    ranking.ranked = sorted(asked.fitting.values(), key=_cost)
-    ranking.too_large = sorted(asked.too_large.values(), key=lambda candidate: candidate.missing_bytes)
+    ranking.compiling = _compile(prices, limits)
+    ranking.fitting, ranking.over = prices.fitting, tuple(prices.over)
+    ranking.ranked = sorted(prices.fitting.values(), key=_cost)
+    ranking.too_large = sorted(prices.too_large.values(), key=lambda candidate: candidate.missing_bytes)
     return ranking
 
 
-def _first(asked: _Asked, plans: Iterable[Plan], limits: Limits) -> list[Candidate]:
+def _first(prices: _PriceTable, plans: Iterable[Plan], limits: Limits) -> list[Candidate]:
     """What may be the fastest of each way to split, the fastest first."""
-    candidates = (_least_that_fits(asked, plan, limits) for plan in plans)
+    candidates = (_least_that_fits(prices, plan, limits) for plan in plans)
     return sorted((candidate for candidate in candidates if candidate is not None), key=_cost)
 
 
@@ -155,7 +155,7 @@ def _cost(candidate: Candidate) -> tuple[float, str]:
     return candidate.step_cost, str(candidate.plan)
 
 
-class _Asked:
+class _PriceTable:
     """Prices that are known. too_large: of each kind the plan that is over by the least, unless nobody wants them."""
 
     def __init__(self, price: Price, ranking: RankedPlans, least: Least, rent: Rent, *,
@@ -190,7 +190,7 @@ class _Asked:
         return None
 
 
-def _least_that_fits(asked: _Asked, plan: Plan, limits: Limits) -> Candidate | None:
+def _least_that_fits(prices: _PriceTable, plan: Plan, limits: Limits) -> Candidate | None:
     """The least recomputation, then the fewest micro-batches; of a pipeline four to a rank where there are as many."""
     counts = microbatch_counts(plan, limits)
     if plan.has_schedule:
@@ -198,41 +198,41 @@ def _least_that_fits(asked: _Asked, plan: Plan, limits: Limits) -> Candidate | N
     for recompute in limits.recomputes:
         recomputed = plan.with_(recompute=recompute)
         for count in counts:
-            if (candidate := asked(recomputed.with_microbatches(count))) is not None:
+            if (candidate := prices(recomputed.with_microbatches(count))) is not None:
                 return candidate
     return None
 
 
-def _refine(asked: _Asked, plan: Plan, limits: Limits) -> None:
+def _refine(prices: _PriceTable, plan: Plan, limits: Limits) -> None:
     """Every number of micro-batches, every schedule, every recomputation."""
     for recompute in limits.recomputes:
         for count in microbatch_counts(plan, limits):
             other = plan.with_(recompute=recompute).with_microbatches(count)
-            if asked(other) is None and recompute == limits.recomputes[-1] and not plan.has_schedule:
+            if prices(other) is None and recompute == limits.recomputes[-1] and not plan.has_schedule:
                 continue
             for variant in variants(other, limits):
-                asked(variant)
-            if not plan.has_schedule and other in asked.fitting:
+                prices(variant)
+            if not plan.has_schedule and other in prices.fitting:
                 break  # more of them take longer
 
 
-def _compile(asked: _Asked, limits: Limits) -> str:
+def _compile(prices: _PriceTable, limits: Limits) -> str:
     """The best exact plan of each kind with compiled blocks, where they gain anything for sure, and the run is so long
     that all its steps gain more than compiling takes. Returns what the first of them gains."""
     if limits.compiled_steps is None:
         return ""
     texts: list[str] = []
-    exact = [candidate for candidate in asked.fitting.values() if candidate.plan.relaxed is None]
+    exact = [candidate for candidate in prices.fitting.values() if candidate.plan.relaxed is None]
     for plain in best_of_each_kind(sorted(exact, key=_cost)):
         compiled = compiled_variant(plain.plan)
-        if compiled is None or asked(compiled) is None:
+        if compiled is None or prices(compiled) is None:
             continue
-        candidate = asked.fitting.pop(compiled)
+        candidate = prices.fitting.pop(compiled)
         gain = predicted_gain(plain.estimate, candidate.estimate)
         candidate = replace(candidate, steps=limits.compiled_steps, estimate=replace(candidate.estimate, gain=gain))
         texts.append(f"'{compiled}' {gain.describe(candidate.estimate.start_s)}")
         if gain.is_sure and candidate.step_cost < plain.step_cost:
-            asked.fitting[compiled] = candidate
+            prices.fitting[compiled] = candidate
     return texts[0] if texts else ""
 
 
@@ -284,13 +284,13 @@ def reason(candidate: Candidate, chosen: Candidate) -> str:
     What it spends more seconds on than the chosen plan is named, by its part of the plan's own step; where plans are
     ranked by cost, by how much more it costs.
     """
-    ours, theirs = chosen.estimate, candidate.estimate
-    if not theirs.fits:
+    best, estimate = chosen.estimate, candidate.estimate
+    if not estimate.fits:
         return f"{amount(candidate.missing_bytes)} too much for a {worst_device(candidate)}"
-    slower = theirs.step_s / ours.step_s - 1
-    more = {name: seconds - ours.breakdown.get(name, 0.0) for name, seconds in theirs.breakdown.items()}
+    slower = estimate.step_s / best.step_s - 1
+    more = {name: seconds - best.breakdown.get(name, 0.0) for name, seconds in estimate.breakdown.items()}
     if candidate.plan == chosen.plan:
-        return binding(ours)
+        return binding(best)
     if ties(candidate, chosen):
         return f"as {'fast' if chosen.rent_per_s == 1.0 else 'cheap'}, for all that is known"
     if candidate.rent_per_s != 1.0 and (dearer := candidate.step_cost / chosen.step_cost - 1) > 0:
@@ -298,7 +298,7 @@ def reason(candidate: Candidate, chosen: Candidate) -> str:
     name = max(more, key=lambda key: more[key])
     if slower < 0:
         return f"{-100 * slower:.0f} % faster{', and relaxed' if candidate.plan.relaxed else ''}"
-    return _share(name, theirs)
+    return _share(name, estimate)
 
 
 _WORDS = {"compute": "computing", "communication": "messages that nothing hides", "bubble": "idle pipeline ranks",
@@ -353,36 +353,36 @@ def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape
     chosen = ranking.chosen
     if chosen is None:
         return []
-    known = [candidate.plan for candidate in best_of_each_kind(ranking.ranked) if candidate.plan.relaxed is None]
+    best_plans = [candidate.plan for candidate in best_of_each_kind(ranking.ranked) if candidate.plan.relaxed is None]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
-        asked = _Asked(change.price, RankedPlans(), change.least, rent, wants_nearest=False)
-        asked.over |= set(ranking.over) if change.has_same_memory else set()
-        asked.fitting |= ranking.fitting if change.has_same_speed else {}
+        prices = _PriceTable(change.price, RankedPlans(), change.least, rent, wants_nearest=False)
+        prices.over |= set(ranking.over) if change.has_same_memory else set()
+        prices.fitting |= ranking.fitting if change.has_same_speed else {}
         ways: Iterable[Plan] = ranking.ways
         if not change.has_same_memory:
             every_way = (*splits(limits, shape), *served(limits, shape))
-            ways = [candidate.plan for candidate in _first(asked, every_way, limits)]
-        unchanged = asked(chosen.plan)
-        best = _fastest(asked, dict.fromkeys((*ways, *known)), ranking, change, unchanged)
+            ways = [candidate.plan for candidate in _first(prices, every_way, limits)]
+        unchanged = prices(chosen.plan)
+        best = _fastest(prices, dict.fromkeys((*ways, *best_plans)), ranking, change, unchanged)
         if best is not None and best.kind != chosen.kind and (
                 unchanged is None or best.step_cost < (1 - TIE) * unchanged.step_cost):
             flipped.append((change.name, best))
     return flipped
 
 
-def _fastest(asked: _Asked, plans: Iterable[Plan], ranking: RankedPlans, change: Change,
+def _fastest(prices: _PriceTable, plans: Iterable[Plan], ranking: RankedPlans, change: Change,
              unchanged: Candidate | None) -> Candidate | None:
     """The best of some plans under a change. Those that can't be better than `unchanged` or another aren't priced."""
     def least_cost(plan: Plan) -> float:
-        known = ranking.fitting.get(plan)
-        return 0.0 if known is None or not change.has_same_memory else (
-            change.least_s(known.estimate) * asked.rent(plan))
+        candidate = ranking.fitting.get(plan)
+        return 0.0 if candidate is None or not change.has_same_memory else (
+            change.least_s(candidate.estimate) * prices.rent(plan))
 
     best = unchanged
     for least, _, plan in sorted((least_cost(plan), str(plan), plan) for plan in plans):
         if best is not None and least > best.step_cost:
             break
-        if (candidate := asked(plan)) is not None:
+        if (candidate := prices(plan)) is not None:
             best = candidate if best is None else min(best, candidate, key=_cost)
     return best

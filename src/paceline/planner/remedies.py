@@ -59,9 +59,9 @@ def remedies(problem: PlanningProblem, cluster: Cluster,
 
 
 def _first_that_fits(attempts: Iterable[Attempt]) -> Remedy | None:
-    for change, asked in attempts:
+    for change, make_problem in attempts:
         try:
-            problem, cluster = asked()
+            problem, cluster = make_problem()
             chosen = problem.search(cluster).chosen
         except (PacelineError, NotPriced):  # a job or a cluster that can't be so
             continue

@@ -40,41 +40,41 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
         PlanError: counts that contradict each other, or more replicas than the job has samples for.
         ClusterError: a device that isn't there.
     """
-    given = Plan.read(plan) if plan is not None else None
-    num_ranks = given.world_size if given else procs or (environment.world_size if environment else None)
+    settled = Plan.read(plan) if plan is not None else None
+    num_ranks = settled.world_size if settled else procs or (environment.world_size if environment else None)
     local_ranks = environment.local_world_size if environment else num_ranks
     cluster = Cluster.local(devices, num_ranks=local_ranks, memory=memory,
-                            num_cpu_ranks=_cpu_ranks_here(given, environment) if given else 0,
+                            num_cpu_ranks=_cpu_ranks_here(settled, environment) if settled else 0,
                             whole=environment is not None)
-    if given is None:
-        given = default_plan(job, num_ranks or len(cluster.devices))
+    if settled is None:
+        settled = default_plan(job, num_ranks or len(cluster.devices))
         if num_ranks is None and devices is None:
-            cluster = Cluster.local(num_ranks=given.world_size, memory=memory, whole=environment is not None)
-    _check_counts(given, cluster, devices=devices, procs=procs, environment=environment)
-    _check_samples(given, job)
-    conflicts.check(given)
-    conflicts.check_precision(given, job.precision)
+            cluster = Cluster.local(num_ranks=settled.world_size, memory=memory, whole=environment is not None)
+    _check_counts(settled, cluster, devices=devices, procs=procs, environment=environment)
+    _check_samples(settled, job)
+    conflicts.check(settled)
+    conflicts.check_precision(settled, job.precision)
     if job.models:
-        conflicts.check_own_step(given)
-    shares, accumulate = given.modifiers.shares, given.modifiers.accumulate
+        conflicts.check_own_step(settled)
+    shares, accumulate = settled.modifiers.shares, settled.modifiers.accumulate
     if isinstance(shares, str) and shares != "equal":
         from paceline.planner.ranks import split_shares
 
-        shares = split_shares(given, cluster)
+        shares = split_shares(settled, cluster)
     if accumulate == "auto":
         from paceline.launch.fork import apart_from_cuda
         from paceline.planner.accumulate import fewest_microbatches
         from paceline.profile import profile_job
         from paceline.profile.named import priced
 
-        asked: Plan = given
+        unsettled: Plan = settled
         accumulate = apart_from_cuda(lambda: fewest_microbatches(
-            profile_job(priced(job), device=cluster.first_here), asked, cluster, batch=job.batch,
+            profile_job(priced(job), device=cluster.first_here), unsettled, cluster, batch=job.batch,
             precision=job.precision))
-        given = given.with_(accumulate=accumulate)
-    if given.has_schedule and given.schedule.microbatches == "auto":
-        given = given.with_(microbatches=2 * given.num_stage_ranks)  # idle a third of the time at most under 1F1B
-    return Resolved(given, cluster, shares if isinstance(shares, tuple) else (1,) * given.replicas)
+        settled = settled.with_(accumulate=accumulate)
+    if settled.has_schedule and settled.schedule.microbatches == "auto":
+        settled = settled.with_(microbatches=2 * settled.num_stage_ranks)  # idle a third of the time at most under 1F1B
+    return Resolved(settled, cluster, shares if isinstance(shares, tuple) else (1,) * settled.replicas)
 
 
 def set_aside(spares: int, plan: str | Plan | None, *, devices: str | None, procs: int | None,
@@ -88,17 +88,17 @@ def set_aside(spares: int, plan: str | Plan | None, *, devices: str | None, proc
     if environment is not None:
         raise PlanError(f"--spares {spares}: {environment.launcher} started this rank, and gives it its device",
                         hint="leave --spares out")
-    given = Plan.read(plan) if plan is not None and plan != "auto" else None
-    there = [device for device in Cluster.local(devices).devices if device.kind == "cuda"]
-    if not there:
+    requested = Plan.read(plan) if plan is not None and plan != "auto" else None
+    gpus = [device for device in Cluster.local(devices).devices if device.kind == "cuda"]
+    if not gpus:
         raise PlanError(f"--spares {spares} keeps GPUs for those that fail, and ranks compute on CPUs here",
                         hint="leave --spares out: a fork of a warm process takes the place of a lost CPU rank at once")
-    needed = given.world_size - given.num_cpu_ranks if given else procs
-    num_ranks = len(there) - spares if devices is not None or needed is None else needed
-    if num_ranks < 1 or num_ranks + spares > len(there):
+    needed = requested.world_size - requested.num_cpu_ranks if requested else procs
+    num_ranks = len(gpus) - spares if devices is not None or needed is None else needed
+    if num_ranks < 1 or num_ranks + spares > len(gpus):
         raise ClusterError(f"--spares {spares} beside {max(num_ranks, 1)} ranks needs {max(num_ranks, 1) + spares} "
-                           f"GPUs, and there are {len(there)}", hint="fewer spares, or a plan with fewer ranks")
-    return names_of(there[:num_ranks]), tuple(there[num_ranks:num_ranks + spares])
+                           f"GPUs, and there are {len(gpus)}", hint="fewer spares, or a plan with fewer ranks")
+    return names_of(gpus[:num_ranks]), tuple(gpus[num_ranks:num_ranks + spares])
 
 
 def default_plan(job: Job, num_devices: int) -> Plan:
@@ -138,9 +138,9 @@ def _cpu_ranks_here(plan: Plan, environment: Environment | None) -> int:
 
 
 def _check_samples(plan: Plan, job: Job) -> None:
-    for what, number in (("the data has", job.num_samples), ("a global batch has", job.batch)):
+    for subject, number in (("the data has", job.num_samples), ("a global batch has", job.batch)):
         if number is not None and number < plan.replicas:
-            raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and {what} {number} samples: "
+            raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and {subject} {number} samples: "
                             "some would never have any", hint=f"at most {number} replicas")
 
 

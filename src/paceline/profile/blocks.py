@@ -74,9 +74,9 @@ def _description(unit: nn.Module) -> list[tuple[Any, ...]]:
 
 def _is_alike(facts: Sequence[tuple[Any, ...]], place: int, other: Sequence[tuple[Any, ...]], other_place: int) -> bool:
     return len(facts) == len(other) and all(
-        len(mine) == len(theirs) and all(_is_same(a, place, b, other_place)
-                                         for a, b in zip(mine, theirs, strict=True))
-        for mine, theirs in zip(facts, other, strict=True))
+        len(fact) == len(other_fact) and all(_is_same(a, place, b, other_place)
+                                             for a, b in zip(fact, other_fact, strict=True))
+        for fact, other_fact in zip(facts, other, strict=True))
 
 
 def _is_same(value: Any, place: int, other: Any, other_place: int, depth: int = 0) -> bool:
@@ -94,8 +94,8 @@ def _is_same(value: Any, place: int, other: Any, other_place: int, depth: int = 
     if type(value) is str and value != other:  # the path of a module, maybe
         parts, others = value.split("."), other.split(".")
         return len(parts) == len(others) and all(
-            mine == theirs or (mine, theirs) == (str(place), str(other_place))
-            for mine, theirs in zip(parts, others, strict=True))
+            part == other_part or (part, other_part) == (str(place), str(other_place))
+            for part, other_part in zip(parts, others, strict=True))
     if isinstance(value, _SCALARS):
         return bool(value == other)
     if isinstance(value, torch.Tensor):
@@ -136,9 +136,9 @@ class BlockInputs:
 
     def is_like(self, other: BlockInputs) -> bool:
         return (self.modes == other.modes and self.spec == other.spec
-                and all(ours is theirs or (type(ours) is type(theirs) and isinstance(ours, (*_SCALARS, tuple))
-                                          and ours == theirs)
-                        for ours, theirs in zip(self.leaves, other.leaves, strict=True)))
+                and all(leaf is other_leaf or (type(leaf) is type(other_leaf) and isinstance(leaf, (*_SCALARS, tuple))
+                                               and leaf == other_leaf)
+                        for leaf, other_leaf in zip(self.leaves, other.leaves, strict=True)))
 
 
 @dataclass(frozen=True)

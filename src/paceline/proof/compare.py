@@ -101,14 +101,14 @@ class DifferenceRecorder:
         """The greatest distance of each tensor's elements on this rank; one that only one side has counts as zeros."""
         distances = {}
         with safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt") as reference:
-            known = set(reference.keys())
+            names = set(reference.keys())
             for name, tensor in tensors.items():
                 distances[name] = 0.0
                 for piece in pieces_of(name, tensor, extents.get(name)):
-                    theirs = _region(reference, piece) if name in known else torch.zeros(())
-                    distances[name] = max(distances[name], _greatest(piece.tensor.cpu(), theirs))
+                    expected = _region(reference, piece) if name in names else torch.zeros(())
+                    distances[name] = max(distances[name], _greatest(piece.tensor.cpu(), expected))
             distances |= {name: _greatest(reference.get_tensor(name), None)
-                          for name in known - tensors.keys() if name in self.parameter_names}
+                          for name in names - tensors.keys() if name in self.parameter_names}
         self.distances[kind].append(distances)
 
     def _compare_initial(self, stepper: state.StateOwner) -> None:
@@ -160,8 +160,8 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return blake2b(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
-def _greatest(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
-    greatest = distance(mine, theirs)
+def _greatest(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
+    greatest = distance(actual, expected)
     return greatest if math.isfinite(greatest) else math.inf
 
 
@@ -175,8 +175,8 @@ def file_difference(checkpoint: Checkpoint, folder: Path, reference: Mapping[str
         with safe_open(folder / f"{kind}-{step - 1}.safetensors", framework="pt") as file:
             stored = {name.partition("/")[2]: name for name in checkpoint.tensors if name.startswith(f"{section}/")}
             for name in set(file.keys()) & stored.keys():
-                mine = checkpoint.read(stored[name])
-                off = _greatest(mine, from_stored(file.get_tensor(name), mine.dtype))
+                actual = checkpoint.read(stored[name])
+                off = _greatest(actual, from_stored(file.get_tensor(name), actual.dtype))
                 if not off <= limits[name]:
                     return (f"the checkpoint after step {step} has another '{stored[name]}': off by {off:.3g}, "
                             f"{limits[name]:.3g} is allowed")
@@ -365,12 +365,12 @@ def _stream_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping[str
                 return (f"random layers on rank {number} draw the same in steps {again + 1} and {step + 1}: their "
                         "streams must be keyed by the step")
             seen |= dict.fromkeys(drawn, step)
-    for first, mine in enumerate(ranks):
-        for second, theirs in enumerate(ranks[:first]):
-            if mine["replica"] != theirs["replica"] and any(
-                    set(a) & set(b) for a, b in zip(mine["drawn"], theirs["drawn"], strict=False)):
-                return (f"random layers draw the same on ranks {second} and {first}, which see other samples: their "
-                        "streams must be keyed by the replica")
+    for number, rank in enumerate(ranks):
+        for other_number, other in enumerate(ranks[:number]):
+            if rank["replica"] != other["replica"] and any(
+                    set(a) & set(b) for a, b in zip(rank["drawn"], other["drawn"], strict=False)):
+                return (f"random layers draw the same on ranks {other_number} and {number}, which see other samples: "
+                        "their streams must be keyed by the replica")
     return None
 
 
@@ -418,17 +418,18 @@ def _sample_difference(expected: list[float | None], ranks: list[dict[str, Any]]
             start += len(rank["marks"][at])
     for number, rank in enumerate(ranks):
         first, marks = starts[rank["replica"]], rank["marks"][at]
-        theirs = expected[first:first + len(marks)]
-        if len(theirs) < len(marks) or not all(map(_same_mark, marks, theirs)):
+        expected_marks = expected[first:first + len(marks)]
+        if len(expected_marks) < len(marks) or not all(map(_same_mark, marks, expected_marks)):
             return f"rank {number} was fed other samples in step {step + 1} than its part of the global batch"
     if start == len(expected):
         return None
     return f"the ranks used {start} samples in step {step + 1} and the global batch has {len(expected)}"
 
 
-def _same_mark(mine: float, theirs: float | None) -> bool:
-    if theirs is None:
+def _same_mark(mark: float, expected: float | None) -> bool:
+    if expected is None:
         return True
-    if math.isnan(mine) or math.isnan(theirs):
-        return math.isnan(mine) and math.isnan(theirs)
-    return mine == theirs or abs(mine - theirs) <= 1e-9 * max(1.0, abs(theirs))  # sums round with the batch's shape
+    if math.isnan(mark) or math.isnan(expected):
+        return math.isnan(mark) and math.isnan(expected)
+    # Sums round with the batch's shape.
+    return mark == expected or abs(mark - expected) <= 1e-9 * max(1.0, abs(expected))

@@ -34,7 +34,7 @@ def computing_on(device: torch.device) -> Iterator[None]:
         _device.reset(token)
 
 
-def kept(tensor: torch.Tensor) -> torch.Tensor:
+def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 

@@ -94,7 +94,7 @@ class FirstStep:
             "seeds_itself": bool(random.seeds - {key_to_seed(job.seed, "step", 0, 0, 0)}),
             "skipped": [run.is_skipped], "overflow": None,
             "evaluation": {}, "evaluation_limit": {}, "coupling": None, "loss_keeps_state": keeps_state,
-            "left_on": sorted(random.left),
+            "left_on": sorted(random.left_on),
             "state_sizes": [state_sizes(self.record)], "kept_rows": None}
         if not job.models:
             with random if random.is_needed else nullcontext(), suppress(Exception):  # it may refuse half a batch

@@ -48,7 +48,7 @@ class FirstUpdate:
                 "fails_alike": self.fails_alike}
 
 
-def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstUpdate:
+def check_first_update(job: Job, resolved: Resolved, *, timeout_s: float) -> FirstUpdate:
     """Take the first step on one device and under the plan, and compare loss, gradients, weights and buffers.
 
     Most plans are within limits that cost one device no second forward. For others the yardstick is measured, and the
@@ -62,18 +62,18 @@ def check_first_update(job: Job, asked: Resolved, *, timeout_s: float) -> FirstU
 
     began_s = time.monotonic()
     job = replace(job.with_training_only(), steps=1, epochs=None)
-    with temporary_folder("check") as folder, aside(lambda: _write_references(job, asked, folder)) as has_ended:
-        reference, difference = _compared(job, asked, folder / _NARROW, folder / _WHOLE, has_ended,
+    with temporary_folder("check") as folder, aside(lambda: _write_references(job, resolved, folder)) as has_ended:
+        reference, difference = _compared(job, resolved, folder / _NARROW, folder / _WHOLE, has_ended,
                                           timeout_s=timeout_s)
         if difference is not None:
             (folder / _BEYOND).touch()
-            tensors = folder / (_CUT if _is_cut(asked) else _WHOLE)
-            reference, difference = _compared(job, asked, folder / _MEASURED, tensors, has_ended,
+            tensors = folder / (_CUT if _is_cut(resolved) else _WHOLE)
+            reference, difference = _compared(job, resolved, folder / _MEASURED, tensors, has_ended,
                                               timeout_s=timeout_s)
-    return _judged(asked, reference, difference, time.monotonic() - began_s)
+    return _judged(resolved, reference, difference, time.monotonic() - began_s)
 
 
-def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool], *,
+def _compared(job: Job, resolved: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool], *,
               timeout_s: float) -> tuple[dict[str, Any], str | None]:
     """Have the plan's ranks take the first step while one device does. Returns its figures, or its error, and what
     differs, in words; None if nothing does.
@@ -87,22 +87,22 @@ def _compared(job: Job, asked: Resolved, document: Path, tensors: Path, has_ende
     from paceline.proof.ranks import recomputed_forwards
     from paceline.runtime.drivers import fault_policy
 
-    body = _watched(job, asked, document, tensors, has_ended, devices_of(asked.plan, asked.cluster))
+    body = _watched(job, resolved, document, tensors, has_ended, devices_of(resolved.plan, resolved.cluster))
     try:
-        ranks = run_local(body, asked.cluster.devices, timeout_s=timeout_s, fault_policy=fault_policy(asked.plan))
+        ranks = run_local(body, resolved.cluster.devices, timeout_s=timeout_s, fault_policy=fault_policy(resolved.plan))
     except RankFailed as error:  # a server may miss a worker that has found no reference
-        if error.failure.is_stop or "error" not in (reference := _told(document, over=has_ended())):
+        if error.failure.is_stop or "error" not in (reference := _read_reference(document, over=has_ended())):
             raise
         is_memory = error.exit_code == OutOfMemory.exit_code  # the check itself takes memory
         return {**reference, "fails_alike": not is_memory and reference.get("kind") == error.failure.kind}, None
-    reference = _told(document, over=True)
+    reference = _read_reference(document, over=True)
     if "error" in reference:
         return reference, None
-    verdict = judge(reference, ranks, precision=job.precision, forwards=recomputed_forwards(asked.plan))
+    verdict = judge(reference, ranks, precision=job.precision, forwards=recomputed_forwards(resolved.plan))
     return reference, verdict.difference
 
 
-def _told(document: Path, *, over: bool) -> dict[str, Any]:
+def _read_reference(document: Path, *, over: bool) -> dict[str, Any]:
     """One device's figures or its error; nothing while it is at work. over: whether its process has ended."""
     if document.exists():
         figures: dict[str, Any] = json.loads(document.read_text())
@@ -110,19 +110,20 @@ def _told(document: Path, *, over: bool) -> dict[str, Any]:
     return {"error": "its process was ended from outside, or ended itself"} if over else {}
 
 
-def _judged(asked: Resolved, reference: dict[str, Any], difference: str | None, seconds: float) -> FirstUpdate:
+def _judged(resolved: Resolved, reference: dict[str, Any], difference: str | None, seconds: float) -> FirstUpdate:
     if "error" in reference:
         return FirstUpdate("unchecked", "one device could not take the first step: "
                            f"{reference['error'].splitlines()[0]}", seconds, reference.get("fails_alike", False))
-    if reference["loss_keeps_state"] and _is_cut(asked):
+    if reference["loss_keeps_state"] and _is_cut(resolved):
         raise PlanRefused(
             "the loss keeps a state of its own: called again with the same output and target, it gives another value. "
-            f"Under '{asked.plan}' it is called for parts of a batch, and each rank has a state of its own",
+            f"Under '{resolved.plan}' it is called for parts of a batch, and each rank has a state of its own",
             hint="let the model keep the state in a buffer and return what the loss needs, or use a plan with one "
                  "replica and one micro-batch; --check no trains all the same")
-    if (kept := reference["kept_rows"]) is not None and _is_cut(asked):
+    if (kept_rows := reference["kept_rows"]) is not None and _is_cut(resolved):
         raise PlanRefused(
-            f"the model keeps {kept} from one batch to the next, with a part for each sample. Under '{asked.plan}' "
+            f"the model keeps {kept_rows} from one batch to the next, with a part for each sample. "
+            f"Under '{resolved.plan}' "
             "replicas and micro-batches have other samples, and would go on with the mean of their states or with each "
             "other's",
             hint="plans that don't cut the batch (tensor=N, place=auto parts=N) run the model as it is. In a step of "
@@ -130,7 +131,7 @@ def _judged(asked: Resolved, reference: dict[str, Any], difference: str | None, 
                  "docs/own-step.md. --check no trains all the same")
     if difference is not None:
         raise PlanRefused(
-            f"the first update under '{asked.plan}' is not what one device computes: {difference}",
+            f"the first update under '{resolved.plan}' is not what one device computes: {difference}",
             hint="nothing was trained. 'paceline verify' says more of it and which plans are exact for this job; "
                  "'single' always is, and --check no trains all the same")
     if reference["coupling"] is None:
@@ -149,11 +150,11 @@ def _judged(asked: Resolved, reference: dict[str, Any], difference: str | None, 
         "is not the mean over its samples; 'paceline verify' names the cause", seconds)
 
 
-def _is_cut(asked: Resolved) -> bool:
-    return asked.plan.replicas > 1 or asked.plan.num_microbatches > 1
+def _is_cut(resolved: Resolved) -> bool:
+    return resolved.plan.replicas > 1 or resolved.plan.num_microbatches > 1
 
 
-def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool],
+def _watched(job: Job, resolved: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool],
              devices: Any) -> Callable[[Any], dict[str, Any]]:
     """What each rank does: the first step, beside one device, with a recorder that waits for what that comes to."""
     def body(context: Any) -> dict[str, Any]:
@@ -177,8 +178,8 @@ def _watched(job: Job, asked: Resolved, document: Path, tensors: Path, has_ended
         with without_notes(), WithoutRandomness() as random:
             recorder = DifferenceRecorder(tensors, random, ready=wait)
             with suppress(_NoReferenceError):
-                train_rank(context, in_precision(job, job.precision, random), asked.plan,
-                           Settings(None, asked.shares, is_trial=True, observer=recorder, devices=devices))
+                train_rank(context, in_precision(job, job.precision, random), resolved.plan,
+                           Settings(None, resolved.shares, is_trial=True, observer=recorder, devices=devices))
         return recorder.to_dict()
 
     return body
@@ -188,7 +189,7 @@ class _NoReferenceError(Exception):
     """One device could not take the first step."""
 
 
-def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
+def _write_references(job: Job, resolved: Resolved, folder: Path) -> None:
     """One device's first step, whole; then, where the plan is beyond its limits, measured and as the plan cuts the
     batch. Runs in a process of its own, which is ended when no more is needed.
     """
@@ -197,14 +198,14 @@ def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
     from paceline.proof.first_step import FirstStep
     from paceline.proof.ranks import in_precision
 
-    models = 1 + asked.plan.num_copies  # that are in memory at once: each replica has its own
+    models = 1 + resolved.plan.num_copies  # that are in memory at once: each replica has its own
     most_bytes = psutil.virtual_memory().available // models
     with suppress(ValueError, OSError):  # not every system has this limit; a model that is too large is an error here
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     random = WithoutRandomness()
 
     steps: list[FirstStep] = []
-    waits = [folder / _WAITS.format(rank) for rank in range(asked.plan.world_size)]
+    waits = [folder / _WAITS.format(rank) for rank in range(resolved.plan.world_size)]
 
     def take_free_cores() -> bool:
         if not all(path.exists() for path in waits):
@@ -221,7 +222,7 @@ def _write_references(job: Job, asked: Resolved, folder: Path) -> None:
     while not (folder / _BEYOND).exists():
         time.sleep(_POLL_S)
     _tell(folder / _MEASURED, lambda: steps[0].measured(
-        shares=asked.shares, microbatches=asked.plan.num_microbatches, cut_folder=folder / _CUT))
+        shares=resolved.shares, microbatches=resolved.plan.num_microbatches, cut_folder=folder / _CUT))
 
 
 def _tell(document: Path, compute: Callable[[], dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.job import Job
-from paceline.proof.device import kept
+from paceline.proof.device import cpu_copy
 from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.step_batch import StepBatch
 from paceline.runtime.step_draws import MakesOn, WindowDraws
@@ -77,15 +77,15 @@ class PlainStep:
         if not cut and not self.in_loss:
             return self._run_alike(module, inputs)
         if self.in_loss:
-            given = inputs.input if isinstance(inputs, StepBatch) else inputs
+            model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
             with torch.set_grad_enabled(grad is not False), self.draws.makes_on.paused():
-                return MicroBatch(given, None, 1).call(module)
+                return MicroBatch(model_inputs, None, 1).call(module)
         outputs = []
         with self.draws.paused(), torch.no_grad():
             self.number += 1
-            for _, _, given in self._pieces(self.batch.cut(inputs, "inputs")):
+            for _, _, model_inputs in self._pieces(self.batch.cut(inputs, "inputs")):
                 with self.autocast():
-                    outputs.append(MicroBatch(given[0], None, 1).call(module))
+                    outputs.append(MicroBatch(model_inputs[0], None, 1).call(module))
         return _joined(outputs)
 
     def _run_alike(self, module: nn.Module, inputs: Any) -> Any:
@@ -139,9 +139,9 @@ class PlainStep:
                 gather: bool) -> Iterator[tuple[int, Any]]:
         """The loss of each micro-batch, with its samples; or of all outputs at once."""
         outputs = []
-        for piece, _, (given, *others) in self._pieces(*cut):
+        for piece, _, (model_inputs, *others) in self._pieces(*cut):
             with self.autocast():
-                outputs.append(MicroBatch(given, None, 1).call(module))
+                outputs.append(MicroBatch(model_inputs, None, 1).call(module))
                 if not gather:
                     yield piece.samples, self._loss_of(loss, outputs.pop(), StepBatch([piece]), others)
         if gather:
@@ -167,7 +167,7 @@ class PlainStep:
             for p in parameters:
                 if p.grad is not None:
                     name = names[id(p)]
-                    gradient = kept(p.grad.to_dense())
+                    gradient = cpu_copy(p.grad.to_dense())
                     self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
             self.before(parameters)
             greatest = self.optimizers.clips[optimizer]
@@ -199,11 +199,11 @@ class PlainStep:
             momentum = follower.momentum_after(self.step)
             if momentum == 1.0:
                 continue
-            theirs = self.models.get_submodule(follower.source)
-            mine = self.models.get_submodule(name)
-            for p, source in zip(mine.parameters(), theirs.parameters(), strict=True):
+            followed = self.models.get_submodule(follower.source)
+            follower_model = self.models.get_submodule(name)
+            for p, source in zip(follower_model.parameters(), followed.parameters(), strict=True):
                 p.copy_(momentum * p + (1 - momentum) * source)
-            for buffer, source in zip(mine.buffers(), theirs.buffers(), strict=True):
+            for buffer, source in zip(follower_model.buffers(), followed.buffers(), strict=True):
                 buffer.copy_(source)
 
 
@@ -214,9 +214,9 @@ class PlainEvaluation:
         self.models, self.makes_on = models, MakesOn(next(models.parameters()).device, precision)
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
-        given = inputs.input if isinstance(inputs, StepBatch) else inputs
+        model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
         with self.makes_on.paused():
-            return MicroBatch(given, None, 1).call(self.models.get_submodule(model))
+            return MicroBatch(model_inputs, None, 1).call(self.models.get_submodule(model))
 
 
 class _BuffersOfReplicas:

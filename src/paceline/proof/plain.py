@@ -26,7 +26,7 @@ from paceline.capture.float8 import in_float8
 from paceline.capture.written import lazy_copy
 from paceline.job import AUTOCAST, Job
 from paceline.job.batches import collated
-from paceline.proof.device import kept, one_device
+from paceline.proof.device import cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
 from paceline.proof.own_step import PlainEvaluation, PlainStep
@@ -227,8 +227,8 @@ class PlainRun:
 
     def _record(self, loss: float, gradients: dict[str, torch.Tensor]) -> StepRecord:
         return StepRecord(
-            loss, gradients, {name: kept(p) for name, p in self.model.named_parameters() if is_weight(p)},
-            {name: kept(b) for name, b in (*self.model.named_buffers(), *self._attributes_like_buffers())},
+            loss, gradients, {name: cpu_copy(p) for name, p in self.model.named_parameters() if is_weight(p)},
+            {name: cpu_copy(b) for name, b in (*self.model.named_buffers(), *self._attributes_like_buffers())},
             rates_of(self.optimizer),
             {f"{name}/{key}": value.cpu() for name, p in self.named
              for key, value in _state_of(self.optimizer.state.get(p, {})).items()})
@@ -494,7 +494,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the gradients that are there, by parameter name, on the CPU."""
-    return {name: p.grad.to_dense().cpu() if p.grad.is_sparse else kept(p.grad)
+    return {name: p.grad.to_dense().cpu() if p.grad.is_sparse else cpu_copy(p.grad)
             for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -533,13 +533,13 @@ def greatest(tensors: Iterable[torch.Tensor]) -> float:
                 for tensor in tensors if tensor.numel()), default=0.0)
 
 
-def distance(mine: torch.Tensor, theirs: torch.Tensor | None) -> float:
+def distance(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
     """How far two tensors are apart at most; a missing one counts as zeros."""
-    if not mine.numel():
+    if not actual.numel():
         return 0.0
-    if mine.dtype == torch.bool:
-        return float((mine.int() if theirs is None else mine.int() - theirs.int()).abs().max())
-    return float((mine if theirs is None else mine - theirs).abs().max())
+    if actual.dtype == torch.bool:
+        return float((actual.int() if expected is None else actual.int() - expected.int()).abs().max())
+    return float((actual if expected is None else actual - expected).abs().max())
 
 
 def expected_marks(job: Job, batch: MicroBatch) -> list[float | None]:

@@ -95,14 +95,14 @@ def _step_problem(job: Job, *, steps: int) -> Problem | None:
     whole, cut = PlainRun(job), PlainRun(job, variation=Variation(cuts=2))
     for step, batch in enumerate(whole_batches(job, steps)):
         try:
-            mine, theirs = whole.step(unspoilt(batch)).gradients, cut.step(unspoilt(batch)).gradients
+            gradients, cut_gradients = whole.step(unspoilt(batch)).gradients, cut.step(unspoilt(batch)).gradients
         except Exception:  # a BatchNorm can't take one sample
             return None
-        if not mine:  # loss scaling skipped the step
+        if not gradients:  # loss scaling skipped the step
             continue
-        moved = {name: distance(gradient, theirs.get(name)) for name, gradient in mine.items()}
+        moved = {name: distance(gradient, cut_gradients.get(name)) for name, gradient in gradients.items()}
         name = max(moved, key=lambda name: moved[name])
-        if not moved[name] <= EXACT[job.precision] * greatest(mine.values()):
+        if not moved[name] <= EXACT[job.precision] * greatest(gradients.values()):
             norms = [path for path, module in whole.model.named_modules()
                      if isinstance(module, nn.modules.batchnorm._BatchNorm)]
             layers = f" ({', '.join(norms[:3])} use the statistics of a micro-batch)" if norms else ""
@@ -240,17 +240,17 @@ def _coupling(job: Job, *, steps: int) -> Problem | None:
     return None
 
 
-def _described(job: Job, model: nn.Module, batch: MicroBatch, seen: str) -> Problem:
+def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> Problem:
     """The layer behind it, if one can be seen: the first whose output for some samples depends on the others."""
-    whole, again, part = (_outputs(job, model, given) for given in (batch, batch, cut_batch(batch, 2)[0]))
-    changing = _first_difference(job, model, whole, again, batch.samples)
+    whole, repeated, part = (_outputs(job, model, given) for given in (batch, batch, cut_batch(batch, 2)[0]))
+    changing = _first_difference(job, model, whole, repeated, batch.samples)
     if changing is not None:
         kind = type(model.get_submodule(changing)).__name__
         return Problem("changes", (changing,), f"'{changing}' ({kind}) gives another output each time it is called "
-                       f"with the same input: {seen}", "a layer must not change in a forward; keep what it counts out "
-                       "of what it computes")
+                       f"with the same input: {symptom}", "a layer must not change in a forward; keep what it counts "
+                       "out of what it computes")
     mixing = _first_difference(job, model, whole, part, batch.samples)
-    coupled = f"the job couples the samples of a batch: {seen}"
+    coupled = f"the job couples the samples of a batch: {symptom}"
     if mixing is None:
         return Problem("samples", (), f"{coupled}, and no layer's output shows where",
                        "look for a loss or a hook that mixes samples, or a scalar loss that divides by something else "
@@ -280,7 +280,7 @@ def _outputs(job: Job, model: nn.Module, batch: MicroBatch) -> list[tuple[str, l
     outputs: list[tuple[str, list[torch.Tensor]]] = []
 
     def note(path: str) -> Callable[..., None]:
-        return lambda module, given, output: outputs.append((path, [t.detach().clone() for t in _tensors(output)]))
+        return lambda module, inputs, output: outputs.append((path, [t.detach().clone() for t in _tensors(output)]))
 
     handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
     with autocast(job):
@@ -296,8 +296,8 @@ def _first_difference(job: Job, model: nn.Module, whole: Sequence[tuple[str, lis
 
     Tensors that don't have the samples along dim 0 are not compared.
     """
-    for (path, mine), (_, theirs) in zip(whole, other, strict=False):
-        for a, b in zip(mine, theirs, strict=False):
+    for (path, outputs), (_, other_outputs) in zip(whole, other, strict=False):
+        for a, b in zip(outputs, other_outputs, strict=False):
             if not _by_sample(a, samples) or b.ndim != a.ndim or a.shape[1:] != b.shape[1:]:
                 continue
             if distance(a[:len(b)], b) > EXACT[job.precision] * max(1.0, greatest([a])):

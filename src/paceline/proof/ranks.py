@@ -119,7 +119,7 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
                                   random=random)
         with random if random.is_needed else nullcontext():
             problem = job_problem(exact, steps=steps)
-        return {**figures, "problem": None if problem is None else problem.to_dict(), "left": sorted(random.left),
+        return {**figures, "problem": None if problem is None else problem.to_dict(), "left": sorted(random.left_on),
                 "is_random": random.is_needed}
 
     def work(context: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def cut_folder(folder: Path, shares: Sequence[int], microbatches: int) -> Path:
     return folder / f"cut-{'-'.join(map(str, shares))}-{microbatches}"
 
 
-def watched(proof: Proof, asked: Resolved, folders: Mapping[Precision, Path], *, number: int,
+def watched(proof: Proof, resolved: Resolved, folders: Mapping[Precision, Path], *, number: int,
             resumed_from: Path | None) -> list[dict[str, Any]]:
     """What every rank records of the job under a plan, by precision; `resumed` holds a resumed run's, where asked for.
 
@@ -221,18 +221,20 @@ def watched(proof: Proof, asked: Resolved, folders: Mapping[Precision, Path], *,
         records: dict[str, Any] = {}
         for precision in proof.figures:
             is_finest = precision == proof.finest
-            records[precision] = _watch(context, proof, asked, folders[precision], precision,
+            records[precision] = _watch(context, proof, resolved, folders[precision], precision,
                                         run_dir if is_finest else None)
             if is_finest and resumed_from is not None:
-                records["resumed"] = _watch(context, proof, asked, folders[precision], precision, onward, resume=True)
+                records["resumed"] = _watch(context, proof, resolved, folders[precision], precision, onward,
+                                            resume=True)
         if context.rank == 0 and proof.saved_step:
             records["file"] = _file_difference(proof, run_dir, folders[proof.finest])
         return records
 
-    return run_local(body, asked.cluster.devices, timeout_s=proof.timeout_s, fault_policy=fault_policy(asked.plan))
+    return run_local(body, resolved.cluster.devices, timeout_s=proof.timeout_s,
+                     fault_policy=fault_policy(resolved.plan))
 
 
-def _watch(context: Any, proof: Proof, asked: Resolved, folder: Path, precision: Precision, run_dir: Path | None, *,
+def _watch(context: Any, proof: Proof, resolved: Resolved, folder: Path, precision: Precision, run_dir: Path | None, *,
            resume: bool = False) -> dict[str, Any]:
     """The job in one precision. With a run folder it also evaluates, and saves on its way or goes on from there."""
     from paceline.capture.randomness import WithoutRandomness
@@ -248,8 +250,8 @@ def _watch(context: Any, proof: Proof, asked: Resolved, folder: Path, precision:
         evaluates = run_dir is not None and not resume and proof.figures[precision]["not_evaluated"] is None
         data = evaluation_data(job) if evaluates else None
         job = job.with_training_only() if data is None else replace(job, validation=data, callbacks=())
-        train_rank(context, job, asked.plan, Settings(
-            run_dir, asked.shares, is_trial=True, observer=recorder, resume=resume, keep=lambda: False,
+        train_rank(context, job, resolved.plan, Settings(
+            run_dir, resolved.shares, is_trial=True, observer=recorder, resume=resume, keep=lambda: False,
             save_every=proof.saved_step if run_dir is not None and not resume and proof.saved_step else None,
             on_evaluation=recorder.evaluation))
     return recorder.to_dict()

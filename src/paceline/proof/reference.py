@@ -214,8 +214,8 @@ def _vary(run: PlainRun, plain: PlainFigures, spreads: list[Kinds]) -> None:
             return  # loss scaling skips other steps of smaller pieces, and that is no rounding
         widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
         for kind in ALL_KINDS:
-            theirs = record.tensors(kind)
-            widen(spreads[step][kind], {name: distance(tensor, theirs.get(name))
+            tensors = record.tensors(kind)
+            widen(spreads[step][kind], {name: distance(tensor, tensors.get(name))
                                          for name, tensor in load_kind(folder, kind, step).items()})
     moved = run.evaluate(plain.evaluation) if plain.figures else {}
     widen(spreads[-1]["evaluation"], {name: abs(moved[name] - value) for name, value in plain.figures.items()})
@@ -335,10 +335,10 @@ def _wider(limit: Kinds, whole: Mapping[str, Any], step: int) -> Kinds:
 def _coupled(folder: Path, step: int, record: StepRecord, whole: Mapping[str, Any]) -> str | None:
     """Where a step with a cut batch differs from the one without."""
     for kind in KINDS:
-        theirs = load_kind(folder, kind, step)
+        uncut = load_kind(folder, kind, step)
         for name, tensor in record.tensors(kind).items():
             limit = whole[f"{kind}_limit"][step].get(name, 0.0)
-            off = distance(tensor, theirs.get(name))
+            off = distance(tensor, uncut.get(name))
             if not off <= limit:
                 return f"{kind} of '{name}' in step {step + 1} by {off:.2g}"
     if not abs(record.loss - whole["losses"][step]) <= whole["loss_limit"][step]:
@@ -397,11 +397,11 @@ def save_kind(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tenso
 
 def load_kind(folder: Path, kind: str, step: int) -> dict[str, torch.Tensor]:
     path = folder / f"{kind}-{step}.safetensors"
-    return _kept(path) if path.stat().st_size <= _KEPT_BYTES else load_tensors(path)
+    return _cached_tensors(path) if path.stat().st_size <= _KEPT_BYTES else load_tensors(path)
 
 
 @lru_cache(maxsize=128)
-def _kept(path: Path) -> dict[str, torch.Tensor]:
+def _cached_tensors(path: Path) -> dict[str, torch.Tensor]:
     return load_tensors(path)
 
 

@@ -66,4 +66,4 @@ def _randomness(job: Job, model: nn.Module) -> dict[str, Any]:
                 job.criterion(output, batch.target)
     return {"compared": "switched off: random operators give the mean of what they would draw",
             "switched_off": {path or "outside any module": sorted(names) for path, names in random.off.items()},
-            "left_on": sorted(random.left)}
+            "left_on": sorted(random.left_on)}

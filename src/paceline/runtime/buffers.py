@@ -51,51 +51,51 @@ class ChangingBuffers:
         self._frozen = {name: SeenValue(p) for name, p in self._model.named_parameters()
                         if self._with_frozen and not p.requires_grad}
 
-    def news(self) -> list[str]:
+    def unsynced(self) -> list[str]:
         """Names of what has changed and is not met yet, of attributes with a mark before them. No value is read of
         what nothing has written to."""
-        known = set(self.names)
-        news = [name for name, seen in self._frozen.items() if name not in known and seen.is_written()]
-        if known:
+        names = set(self.names)
+        unsynced = [name for name, seen in self._frozen.items() if name not in names and seen.is_written()]
+        if names:
             now = self._tensors()
-            news += [name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)]
+            unsynced += [name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)]
         for prefix, module, attributes, buffers in self._modules:
             if (module._buffers or buffers.values) and not buffers.is_current():
-                news += [name for key, buffer in module._buffers.items() if (name := prefix + key) not in known
+                unsynced += [name for key, buffer in module._buffers.items() if (name := prefix + key) not in names
                          and buffer is not None and _is_written(buffer, buffers.copies.get(key))]
             if not attributes.is_current():
-                news += [f"{_ATTRIBUTE}{name}" for key, value in vars(module).items()
+                unsynced += [f"{_ATTRIBUTE}{name}" for key, value in vars(module).items()
                          if (name := prefix + key) not in self.attributes and key not in OF_TORCH and is_plain(value)
                          and _has_changed(key, value, attributes)]
-        return news
+        return unsynced
 
     @torch.no_grad()
-    def meet(self, weight: float, group: dist.ProcessGroup, *, news: bool | None = None) -> None:
+    def meet(self, weight: float, group: dist.ProcessGroup, *, has_unsynced: bool | None = None) -> None:
         """Collective over the replicas, a group.
 
         Args:
             weight: This rank's fraction of the window's samples.
-            news: Whether `news` is not empty on some rank; the ranks agree on it here if it is None.
+            has_unsynced: Whether `unsynced` is not empty on some rank; the ranks agree on it here if it is None.
         """
-        if news is None and not any(buffers.values for _, _, _, buffers in self._modules):
+        if has_unsynced is None and not any(buffers.values for _, _, _, buffers in self._modules):
             return
-        if news is None:
-            news = bool(_greatest([float(bool(self.news()))], group)[0])
-        if news:
-            self._learn(union_of_names(self.news(), group), group)
+        if has_unsynced is None:
+            has_unsynced = bool(_greatest([float(bool(self.unsynced()))], group)[0])
+        if has_unsynced:
+            self._learn(union_of_names(self.unsynced(), group), group)
         if not self.names and not self.attributes:
             return
         named = self._tensors()  # asked again: a model may put new tensors in their places
         tensors = [named[name].detach() for name in self.names if name not in self.unlike]
         floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
         attributes = self._agreed(group)
-        whole = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
+        integers = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
         floats += [value for _, _, value in attributes if isinstance(value, torch.Tensor)]
         numbers = [(module, key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64))
                    for module, key, value in attributes if not isinstance(value, torch.Tensor)]
         for _, _, number in numbers:
-            (floats if number.is_floating_point() else whole).append(number)
-        _meet([torch.view_as_real(t) if t.is_complex() else t for t in floats], whole, weight, group)
+            (floats if number.is_floating_point() else integers).append(number)
+        _meet([torch.view_as_real(t) if t.is_complex() else t for t in floats], integers, weight, group)
         for module, key, number in numbers:
             setattr(module, key, number.item())
 
@@ -122,8 +122,8 @@ class ChangingBuffers:
         that differ. Collective if there are any attributes."""
         if not self.attributes:
             return []
-        there = {name: (module, key, value) for name, module, key, value in plain_attributes(self._model)}
-        values = [there[name][2] if name in there else None for name in self.attributes]
+        present = {name: (module, key, value) for name, module, key, value in plain_attributes(self._model)}
+        values = [present[name][2] if name in present else None for name in self.attributes]
         kinds, figures = [_kind(value) for value in values], [_figure(value) for value in values]
         least_and_most = _greatest([x for figure in (*kinds, *figures) for x in (figure, -figure)], group)
         equal = [most == -least for most, least in zip(least_and_most[::2], least_and_most[1::2], strict=True)]
@@ -132,7 +132,7 @@ class ChangingBuffers:
                                                 strict=True):
             is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
             if same_kind and (is_tensor or (_is_number(value) and not same)):
-                agreed.append(there[name])
+                agreed.append(present[name])
             if not (same_kind and same) and not isinstance(value, float) and name not in self._warned:
                 self._warned.add(name)
                 what = "all go on with the greatest" if same_kind and _is_number(value) else "each goes on with its own"
@@ -198,17 +198,17 @@ def union_of_names(names: Sequence[str], group: dist.ProcessGroup) -> list[str]:
     return list(dict.fromkeys(name for text in everyone for name in json.loads(bytes(text.tolist()))))
 
 
-def _meet(floats: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], weight: float,
+def _meet(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor], weight: float,
           group: dist.ProcessGroup) -> None:
     """All together: a model has many small ones, and each collective waits for all ranks.
 
     What all ranks hold alike stays as it is, to the bit: a mean would round a counter to something below it. Whether
     anything differs is asked on CPUs alone; elsewhere an all-reduce takes less than the host's wait for the device.
     """
-    if not floats and not whole:
+    if not floats and not integers:
         return
-    device = max((tensor.device for tensor in (*floats, *whole)), key=lambda device: device.type != "cpu")
-    values, numbers = _together(floats, torch.float64, device), _together(whole, torch.int64, device)
+    device = max((tensor.device for tensor in (*floats, *integers)), key=lambda device: device.type != "cpu")
+    values, numbers = _together(floats, torch.float64, device), _together(integers, torch.int64, device)
     bits = values.view(torch.int64)
     ends = torch.cat([numbers, bits, ~bits])
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
@@ -218,7 +218,7 @@ def _meet(floats: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], weight:
         shares = values * weight if weight else torch.zeros_like(values)  # an infinity has no share of 0
         dist.all_reduce(shares, group=group)
         values = torch.where(differs, shares, values)
-    for tensors, mixed in ((floats, values), (whole, numbers)):
+    for tensors, mixed in ((floats, values), (integers, numbers)):
         for tensor, part in zip(tensors, mixed.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 

@@ -47,8 +47,8 @@ class Controlling(Protocol):
 
     @property
     def hooks(self) -> frozenset[str]: ...
-    def told(self) -> Answer | None: ...
-    def asked(self, event: Mapping[str, Any], exchange: Callable[[dict[str, Any]], Any]) -> Answer: ...
+    def on_report(self) -> Answer | None: ...
+    def on_question(self, event: Mapping[str, Any], exchange: Callable[[dict[str, Any]], Any]) -> Answer: ...
 
 
 class RunControl:
@@ -81,7 +81,7 @@ class RunControl:
             return
         line = self.context.line
         if line is None:
-            self._add(self.controller.told())
+            self._add(self.controller.on_report())
         elif (now_s := time.monotonic()) - self._told_s > _TELL_EVERY_S and line.is_writable:
             self._told_s = now_s
             line.report(None)
@@ -118,7 +118,7 @@ class RunControl:
         line = self.context.line
         if line is None:
             with waiting, signs_of_life(self._give_sign, every_s=self._sign_every_s):
-                return self.controller.asked(event, self._obey)
+                return self.controller.on_question(event, self._obey)
         line.question(dict(event))
         while True:
             with waiting:

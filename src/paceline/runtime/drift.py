@@ -107,10 +107,10 @@ def _check_along(axis: str, tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, 
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     if torch.equal(least, most):
         return
-    everyone = [torch.empty_like(row) for _ in ranks]
-    dist.all_gather(everyone, row, group=group)
+    rows = [torch.empty_like(row) for _ in ranks]
+    dist.all_gather(rows, row, group=group)
     at = int((least != most).nonzero()[0])
-    values = [int(theirs[at]) for theirs in everyone]
+    values = [int(row[at]) for row in rows]
     name, when = list(tensors)[at], f"after step {step}" if step else "before the first step"
     flags = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
     dist.all_gather(flags, torch.tensor([int(name in outside)]), group=group)

@@ -68,16 +68,17 @@ class Edits:
         return bool(self._changed), any(name not in self.names for name in self._changed)
 
     @torch.no_grad()
-    def merge(self, group: dist.ProcessGroup, *, news: bool, step: int) -> None:
+    def merge(self, group: dist.ProcessGroup, *, has_unknown: bool, step: int) -> None:
         """Give every replica the edits of all of them. Collective over the replicas, a group.
 
         Args:
-            news: Whether some rank has changed a parameter that is not known yet.
+            has_unknown: Whether some rank has changed a parameter that is not known yet.
 
         Raises:
             PlanRefused, after the first step TrainingError: replicas changed an element in different ways.
         """
-        unknown = [name for name in union_of_names(self._changed, group) if name not in self.names] if news else []
+        changed = union_of_names(self._changed, group) if has_unknown else ()
+        unknown = [name for name in changed if name not in self.names]
         for name in [*self.names, *unknown]:
             if name in self._parameters:
                 tensor = local_part(self._parameters[name].detach())
@@ -107,8 +108,8 @@ def _merge(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: 
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
     most, least = ends[0], -ends[1]
     is_edited_somewhere = most > -torch.inf
-    apart = torch.where(is_edited_somewhere, most - least, 0)
-    if bool((apart > _ROUNDING * torch.finfo(real.dtype).eps * most.abs()).any()):
+    spread = torch.where(is_edited_somewhere, most - least, 0)
+    if bool((spread > _ROUNDING * torch.finfo(real.dtype).eps * most.abs()).any()):
         error = TrainingError if step else PlanRefused
         raise error(f"a forward changes the parameter '{name}' in place, and replicas change it in different ways: "
                     "what it becomes depends on the samples",

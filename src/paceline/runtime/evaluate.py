@@ -83,9 +83,9 @@ class _Validation:
         """A model's output. Collective where the plan's forwards are. Inputs are never cut, whatever `cut` says."""
         if model not in self.parts:
             raise TrainingError(f"no model '{model}': {nearest(model, self.parts)}")
-        given = inputs.input if isinstance(inputs, StepBatch) else inputs
+        model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
         with self.makes_on.paused():
-            output = self.parts[model].layout.forward(MicroBatch(given, None, self.samples))
+            output = self.parts[model].layout.forward(MicroBatch(model_inputs, None, self.samples))
             if self.mesh.sizes[self.mesh.stage_axis] == 1:
                 return output
             return from_last_stage([output], self.mesh, self.device)[0]

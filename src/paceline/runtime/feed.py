@@ -134,11 +134,12 @@ def training_feed(job: Job, *, order: Order | None, part: DataShard, steps: rang
 def _indexed_feed(job: Job, *, order: Order, part: DataShard, steps: Sequence[int],
                   loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
     cuts = _Cuts(job, order, part, steps)
-    made: Iterator[MicroBatch] = (cuts[index] for index in range(len(cuts)))
+    microbatches: Iterator[MicroBatch] = (cuts[index] for index in range(len(cuts)))
     if loader_workers:
-        made = map(_raised, _read_ahead(_Loaded(cuts), replace(job.loading or Loading(), num_workers=loader_workers)))
+        loading = replace(job.loading or Loading(), num_workers=loader_workers)
+        microbatches = map(_raised, _read_ahead(_Loaded(cuts), loading))
     for step in steps:
-        yield order.window(step), list(islice(made, part.num_microbatches))
+        yield order.window(step), list(islice(microbatches, part.num_microbatches))
 
 
 class _Cuts(torch.utils.data.Dataset[MicroBatch]):
@@ -168,10 +169,10 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
                           digest=digest(window.epoch, positions[:len(cut)], named[:len(cut)]))
 
 
-def _read_ahead(made: _Loaded, loading: Loading) -> DataLoader[MicroBatch | PacelineError]:
-    return DataLoader(made, batch_size=None, num_workers=loading.num_workers, prefetch_factor=loading.prefetch_factor,
+def _read_ahead(loaded: _Loaded, loading: Loading) -> DataLoader[MicroBatch | PacelineError]:
+    return DataLoader(loaded, batch_size=None, num_workers=loading.num_workers, prefetch_factor=loading.prefetch_factor,
                       timeout=loading.timeout_s, multiprocessing_context=loading.context,
-                      worker_init_fn=loading.init and _WorkerInit(loading.init, made.cuts.data))
+                      worker_init_fn=loading.init and _WorkerInit(loading.init, loaded.cuts.data))
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ def follow(followers: Mapping[str, FollowerModel], parameters: Mapping[str, torc
 
     parameters, buffers: of all models, by name.
     """
-    for mine, source in followed(followers, parameters, step).items():
-        _move(parameters[mine], parameters[source], followers[mine.partition(".")[0]].momentum_after(step - 1))
-    for mine, source in followed(followers, buffers, step).items():
-        buffers[mine].copy_(buffers[source])
+    for name, source in followed(followers, parameters, step).items():
+        _move(parameters[name], parameters[source], followers[name.partition(".")[0]].momentum_after(step - 1))
+    for name, source in followed(followers, buffers, step).items():
+        buffers[name].copy_(buffers[source])
 
 
 def followed(followers: Mapping[str, FollowerModel], names: Iterable[str], step: int = 0) -> dict[str, str]:
@@ -35,11 +35,11 @@ def followed(followers: Mapping[str, FollowerModel], names: Iterable[str], step:
 
 
 def _move(follower: torch.Tensor, source: torch.Tensor, momentum: float) -> None:
-    mine, theirs = local_part(follower), local_part(source)
-    if mine.is_floating_point() or mine.is_complex():
-        mine.mul_(momentum).add_(theirs, alpha=1.0 - momentum) if momentum else mine.copy_(theirs)
+    local, local_source = local_part(follower), local_part(source)
+    if local.is_floating_point() or local.is_complex():
+        local.mul_(momentum).add_(local_source, alpha=1.0 - momentum) if momentum else local.copy_(local_source)
     else:
-        mine.copy_(theirs)
+        local.copy_(local_source)
 
 
 def refuse_apart(followers: Mapping[str, FollowerModel], parameters: Mapping[str, torch.Tensor]) -> None:
@@ -48,8 +48,8 @@ def refuse_apart(followers: Mapping[str, FollowerModel], parameters: Mapping[str
     Raises:
         PlanRefused: names the first of them.
     """
-    for mine, source in followed(followers, parameters).items():
-        theirs = parameters.get(source)
-        if theirs is None or local_part(theirs).shape != local_part(parameters[mine]).shape:
-            raise PlanRefused(f"this plan puts '{mine}' and what it follows on different ranks",
+    for name, source in followed(followers, parameters).items():
+        source_tensor = parameters.get(source)
+        if source_tensor is None or local_part(source_tensor).shape != local_part(parameters[name]).shape:
+            raise PlanRefused(f"this plan puts '{name}' and what it follows on different ranks",
                               hint="a data=N, shard=N or tensor=N plan")

@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
-from paceline.job.phases import Phases, matching, matching_one, patterns
+from paceline.job.phases import Phases, matching, matching_pattern, patterns
 from paceline.strategies.state_tensors import StateTensor
 
 
@@ -41,7 +41,7 @@ def freeze_throughout(job: Job, model: torch.nn.Module, prefix: str = "") -> Non
     if not prefix:
         frozen_names(job, model)  # refuses patterns that stand for nothing
     frozen = frozenset.intersection(*(
-        frozenset(names[name] for pattern in wanted for name in matching_one(pattern, names))
+        frozenset(names[name] for pattern in wanted for name in matching_pattern(pattern, names))
         for wanted in patterns(job.freeze).values))
     for name, p in model.named_parameters():
         if name in frozen:

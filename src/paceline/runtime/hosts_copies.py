@@ -161,7 +161,8 @@ def _all_memory(context: RankContext, copies: HostCopies) -> list[_HostMemory]:
     with waiting:
         documents = [json.loads(text) for text in store.multi_get(keys)]
     return [_HostMemory(CopyAddress(**document["address"]), *(
-        tuple(_RankCopy(**entry) for entry in document[kind]) for kind in ("copies", "live"))) for document in documents]
+        tuple(_RankCopy(**entry) for entry in document[kind]) for kind in ("copies", "live")))
+        for document in documents]
 
 
 @dataclass(frozen=True)

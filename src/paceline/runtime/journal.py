@@ -222,13 +222,13 @@ def last_step(path: Path) -> int:
 
 def applied(path: Path) -> list[Update]:
     """The updates that the last launch's weights are made of."""
-    kept: list[Update] = []
+    updates: list[Update] = []
     for _, record in read(path):
         if isinstance(record, Launch):
-            kept = [update for update in kept if record.keeps(update)]
+            updates = [update for update in updates if record.keeps(update)]
         elif record is not None:
-            kept.append(record)
-    return kept
+            updates.append(record)
+    return updates
 
 
 def _lines(path: Path) -> Iterator[bytes]:

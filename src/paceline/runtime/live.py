@@ -71,7 +71,7 @@ class LiveState:
         self._fingerprints: list[int] = []
         self._structure: Structure | None = None
         self._num_looks = 0  # one after the other
-        self._rest: list[memoryview | torch.Tensor] = []
+        self._small_tensors: list[memoryview | torch.Tensor] = []
 
     @staticmethod
     def is_possible(states: LiveStates, stepper: Stepper) -> bool:
@@ -190,7 +190,8 @@ class LiveState:
         try:
             self._look(step)
             # One buffer, as a call for each tensor would take longer than the copies.
-            rest = b"".join([bytes_of(each) if isinstance(each, torch.Tensor) else each for each in self._rest])
+            rest = b"".join([bytes_of(each) if isinstance(each, torch.Tensor) else each
+                             for each in self._small_tensors])
             self.states.note(self.slot, step, memoryview(rest), json.dumps(document).encode(),
                              is_whole=self._is_proved)
         except (OSError, MemoryError):
@@ -213,7 +214,7 @@ class LiveState:
         places = [self._place(piece) for piece in structure.pieces]
         self.states.describe(self.slot, step, _index(structure, places, self.stepper.mesh, self.origin))
         small = [piece.tensor for piece, place in zip(structure.pieces, places, strict=True) if place is None]
-        self._rest = [bytes_of(tensor) if is_plain(tensor) else tensor for tensor in small]
+        self._small_tensors = [bytes_of(tensor) if is_plain(tensor) else tensor for tensor in small]
         self._num_looks += 1
         # An optimizer that makes its tensors anew in each update would have both in memory.
         self._structure = structure if self._num_looks == 1 else None
@@ -289,8 +290,8 @@ def _index(structure: Structure, places: Sequence[int | None], mesh: Any, origin
     for piece, place in zip(structure.pieces, places, strict=True):
         entry = tensors.setdefault(piece.name, {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype],
                                                 "pieces": []})
-        where = [_NOTE, offset] if place is None else [_ARENA, place]
-        entry["pieces"].append([*where, piece.offsets, tuple(piece.tensor.shape)])
+        container = [_NOTE, offset] if place is None else [_ARENA, place]
+        entry["pieces"].append([*container, piece.offsets, tuple(piece.tensor.shape)])
         offset += piece.tensor.nbytes if place is None else 0
     part = mesh.number(axis for axis in mesh.sizes if axis not in mesh.copy_axes)
     return json.dumps({"part": part, "origin": dict(origin), "tensors": tensors,
@@ -309,7 +310,7 @@ class _StoredBox:
     dtype: torch.dtype
     shape: tuple[int, ...]
     region: Region
-    where: str
+    container: str
     offset: int
 
     @property
@@ -334,14 +335,14 @@ class _RankState:
     rank: int
 
     def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
-        where, _, offset = piece.key.partition(":")
+        container, _, offset = piece.key.partition(":")
         flat = torch.empty(piece.region.numel, dtype=dtype, device="cpu")
-        _read(self.states, self.rank, where, int(offset), bytes_of(flat))
+        _read(self.states, self.rank, container, int(offset), bytes_of(flat))
         return flat.reshape(piece.region.shape)[part]
 
 
-def _read(states: LiveStates, rank: int, where: str, offset: int, target: memoryview) -> None:
-    (states.read_arena if where == _ARENA else states.read_note)(rank, offset, target)
+def _read(states: LiveStates, rank: int, container: str, offset: int, target: memoryview) -> None:
+    (states.read_arena if container == _ARENA else states.read_note)(rank, offset, target)
 
 
 def live_step(states: LiveStates, ranks: Sequence[int]) -> int | None:
@@ -379,10 +380,10 @@ def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _StoredBox
     index = json.loads(text)
     boxes: dict[tuple[str, Region], _StoredBox] = {}
     for name, entry in index["tensors"].items():
-        for where, offset, offsets, shape in entry["pieces"]:
+        for container, offset, offsets, shape in entry["pieces"]:
             region = Region(tuple(offsets), tuple(shape))
             boxes[name, region] = _StoredBox(rank, index["part"], DTYPES[entry["dtype"]], tuple(entry["shape"]), region,
-                                        where, offset)
+                                        container, offset)
     return boxes
 
 
@@ -394,7 +395,7 @@ def open_live(states: LiveStates, ranks: Iterable[int], step: int) -> LiveCheckp
     tensors: dict[str, TensorEntry] = {}
     for (name, region), box in chosen.items():
         before = tensors[name].pieces if name in tensors else ()
-        piece = StoredPiece(str(box.rank), f"{box.where}:{box.offset}", region)
+        piece = StoredPiece(str(box.rank), f"{box.container}:{box.offset}", region)
         tensors[name] = TensorEntry(box.shape, box.dtype, (*before, piece))
     return LiveCheckpoint(Path(f"live-{step}"), step, document, tensors, states)
 
@@ -431,7 +432,7 @@ def live_prints(states: LiveStates, slots: Sequence[int], step: int) -> dict[int
     """A number for each part that the ranks of a host have left after this step, alike where they held the same."""
     prints: dict[int, int] = {}
     for _, box in sorted(_boxes_at(states, slots, step).items(), key=lambda item: repr(item[0])):
-        if box.where == _ARENA:
+        if box.container == _ARENA:
             number = int(fingerprint(_read_box(states, box)))
             prints[box.part] = (31 * prints.get(box.part, 0) + number) % 2**63
     return prints
@@ -442,7 +443,7 @@ def live_disagreement(states: LiveStates, ranks: Iterable[int], step: int) -> st
     first: dict[tuple[int, str, Region], _StoredBox] = {}
     for rank in (rank for rank in ranks if states.step(rank) == step):
         for (name, region), box in (_boxes(states, rank) or {}).items():
-            if box.where != _ARENA:
+            if box.container != _ARENA:
                 continue
             other = first.setdefault((box.part, name, region), box)
             if other is not box and not _are_equal(states, box, other):
@@ -457,5 +458,5 @@ def _are_equal(states: LiveStates, box: _StoredBox, other: _StoredBox) -> bool:
 
 def _read_box(states: LiveStates, box: _StoredBox) -> torch.Tensor:
     flat = torch.empty(box.num_bytes, dtype=torch.uint8, device="cpu")
-    _read(states, box.rank, box.where, box.offset, bytes_of(flat))
+    _read(states, box.rank, box.container, box.offset, bytes_of(flat))
     return flat

@@ -494,11 +494,11 @@ def _steps(run: _Run) -> bool:
     def stop() -> bool:
         return context.stop_signal is not None or (run.control is not None and run.control.wants_attention)
 
-    def ahead() -> None:
+    def on_launched() -> None:
         _before_update(run)
         if feed.copies is not None:
             run.beat("input")
-            feed.ahead()
+            feed.prepare_next()
             run.beat("reduce")
 
     while True:
@@ -518,7 +518,8 @@ def _steps(run: _Run) -> bool:
             observer.samples(run.step, fed.batches)
         scale = stepper.scaling.scale if stepper.scaling is not None else None
         with _with_evidence(run, fed), _rechecked(run) as compare:
-            result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=run.beat, ahead=ahead,
+            result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=run.beat,
+                                  on_launched=on_launched,
                                   observe=partial(observer.gradients, run.step) if observer else compare)
             _judge(run, result)
         step_s = time.perf_counter() - began_s
@@ -598,10 +599,10 @@ def _with_evidence(run: _Run, fed: Fed) -> Iterator[None]:
         from paceline.runtime.evidence import first_bad_module, keep
 
         module = first_bad_module(run.stepper, fed.window, fed.placed, step=run.step)
-        where = run.settings.run_dir and keep(run.settings.run_dir, run.stepper, fed.window, fed.batches,
+        evidence_path = run.settings.run_dir and keep(run.settings.run_dir, run.stepper, fed.window, fed.batches,
                                               step=run.step + 1, why=str(spike.args[0]), module=module)
         evidence = [*([f"the first module that returns such numbers is '{module}'"] if module else []),
-                    *([f"its samples are in {where}"] if where else [])]
+                    *([f"its samples are in {evidence_path}"] if evidence_path else [])]
         spike.args = ("; ".join([spike.args[0], *evidence]),)
         raise
 
@@ -891,8 +892,8 @@ def _evaluate(run: _Run) -> None:
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
     _before_update(run)  # replicas may have shared weights put in place of their own
     stepper.step_sync.drain()
-    own_part = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
-    with stepper.step_sync.global_weights_in_place(), stepper.evaluating(own_part, step=run.step):
+    sample_share = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
+    with stepper.step_sync.global_weights_in_place(), stepper.evaluating(sample_share, step=run.step):
         options: Any = {"mesh": run.mesh, "device": run.context.device, "part": part, "beat": run.context.beat}
         figures = (evaluate_step(stepper.model, stepper.parts, run.job, run.job.validation, **options)
                    if run.job.models else

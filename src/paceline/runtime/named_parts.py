@@ -13,7 +13,7 @@ from torch import nn
 from paceline.cluster import Device
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.job.named_models import NamedModels, build_one
+from paceline.job.named_models import NamedModels, build_named_model
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.job.own_step import init_of, spec
 from paceline.plans import Plan
@@ -159,7 +159,7 @@ class _OnlyModel:
         return self.name not in self.job.followers and any(True for _ in model.parameters())
 
     def __call__(self) -> nn.Module:
-        model = build_one(self.name, self.job.models, self.job.followers, self.job.seed)
+        model = build_named_model(self.name, self.job.models, self.job.followers, self.job.seed)
         could_be_trained = any(p.requires_grad for p in model.parameters())
         freeze_throughout(self.job, model, prefix=f"{self.name}.")
         if could_be_trained and not any(p.requires_grad for p in model.parameters()):
@@ -176,7 +176,7 @@ class _Trial:
         self.job = job
 
     @cached_property
-    def seen(self) -> Recorded:
+    def recorded_step(self) -> Recorded:
         return recorded(self.job, TRIED_SAMPLES)
 
 
@@ -187,19 +187,21 @@ class _Inputs:
         self.trial, self.name = trial, name
 
     def __call__(self, places: Sequence[int]) -> tuple[Any, torch.Tensor]:
-        seen = self.trial.seen
+        recorded_step = self.trial.recorded_step
         rows = torch.tensor(places)
-        given = seen.inputs[self.name]
-        return given if self.name in seen.uncut else map_tensors(lambda tensor: tensor[rows % len(tensor)], given), rows
+        model_inputs = recorded_step.inputs[self.name]
+        if self.name in recorded_step.uncut:
+            return model_inputs, rows
+        return map_tensors(lambda tensor: tensor[rows % len(tensor)], model_inputs), rows
 
 
 def job_of(job: Job, name: str, trial: _Trial) -> Job:
     """A job with this model alone, for whatever looks at one model: its loss is of every output."""
     def build(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        given = [(f"{name}.{key}", p) for key, p in named]
+        full_names = [(f"{name}.{key}", p) for key, p in named]
         if name in job.followers:
-            return torch.optim.SGD(p for _, p in given)
-        return NamedOptimizers.of({key: spec(each) for key, each in job.optimizers.items()}, given, job.models,
+            return torch.optim.SGD(p for _, p in full_names)
+        return NamedOptimizers.of({key: spec(each) for key, each in job.optimizers.items()}, full_names, job.models,
                                   of_all=False)
 
     return Job(model=_OnlyModel(job, name), data=range(TRIED_SAMPLES), collate=_Inputs(trial, name),
@@ -216,7 +218,7 @@ def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     """Build the job's models and followers and let this rank hold its part of each. Collective."""
     trial = _Trial(job)
     if plan.splits_model:
-        refuse_to_split(job, plan, in_losses=trial.seen.in_losses, bare=trial.seen.bare)
+        refuse_to_split(job, plan, in_losses=trial.recorded_step.in_losses, bare=trial.recorded_step.bare)
     each = {name: prepare_job(job_of(job, name, trial), plan=plan, mesh=mesh, device=device, devices=devices,
                               of="one")
             for name in (*job.models, *job.followers)}

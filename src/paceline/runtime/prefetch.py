@@ -41,14 +41,14 @@ class Prefetch:
         self._ready: Fed | Exception | None = None
         self._is_ready = False
 
-    def ahead(self) -> None:
+    def prepare_next(self) -> None:
         """Make the next step's batches now, if the device computes meanwhile. An error comes when they are asked for:
         it belongs to their step."""
         if self.copies is None or self._is_ready:
             return
         with kept_streams():
             try:
-                self._ready = self._made()
+                self._ready = self._next_fed()
             except Exception as error:
                 self._ready = error
         self._is_ready = True
@@ -56,7 +56,7 @@ class Prefetch:
     def next(self) -> Fed | None:
         """The next step's batches; None where the feed ends."""
         if not self._is_ready:
-            self._ready = self._made()
+            self._ready = self._next_fed()
         ready, self._ready, self._is_ready = self._ready, None, False
         if isinstance(ready, Exception):
             raise ready
@@ -67,7 +67,7 @@ class Prefetch:
                 tensor.record_stream(used_on)  # else the copy stream would take its memory again too early
         return ready
 
-    def _made(self) -> Fed | None:
+    def _next_fed(self) -> Fed | None:
         following = next(self.feed, None)
         if following is None:
             return None

@@ -129,8 +129,8 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
                        "attributes shows (a count in a closure, say); recompute=full would change such a state twice "
                        "a step", MAX_BYTES // 1024**2)
     if observed_of(plan):
-        here = torch.device("cpu") if may_be_elsewhere(plan, model) else device
-        observed, is_run = observe(job, plan, model, spill, here)
+        run_device = torch.device("cpu") if may_be_elsewhere(plan, model) else device
+        observed, is_run = observe(job, plan, model, spill, run_device)
         is_used |= is_run
     if is_used:
         del spill, model
@@ -186,10 +186,10 @@ def _refuse_unseen_state(job: Job, plan: Plan, model: torch.nn.Module, spill: Sp
     Raises:
         PlanRefused: running a part of the model a second time would change a state that the model doesn't show.
     """
-    here = torch.device("cpu") if spill is not None else device
-    batch = example_batch(job, 2).to(here, torch.float64 if job.precision == "float64" else None)
+    run_device = torch.device("cpu") if spill is not None else device
+    batch = example_batch(job, 2).to(run_device, torch.float64 if job.precision == "float64" else None)
     path, running = None, spill.running if spill else nullcontext
-    with suppress(Exception), autocast(job, here):  # what fails here fails in the first step, too
+    with suppress(Exception), autocast(job, run_device):  # what fails here fails in the first step, too
         path = module_with_unseen_state(model.train(), *batch.arguments(), running=running)
     if path is not None:
         refuse_unseen_state(model, plan, path)
@@ -243,7 +243,7 @@ def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.
     if sum(tensor.nbytes for tensor in tensors) <= spill.resident_bytes:
         spill.bring_in(tensors)
         return None, model
-    if (left := spill.in_memory_bytes(model.parameters())) > spill.resident_bytes:
+    if (left_bytes := spill.in_memory_bytes(model.parameters())) > spill.resident_bytes:
         logger.warning("every rank takes %.0f MB for the whole model to begin with: that much of it was not made by "
-                       "torch on the thread that calls model()", left / 1e6)
+                       "torch on the thread that calls model()", left_bytes / 1e6)
     return spill, model

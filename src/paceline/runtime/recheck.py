@@ -154,19 +154,19 @@ class Recheck:
     def _computed(self, place: int, step: int) -> torch.Tensor | None:
         """Fingerprints of the gradients of a replica's samples, computed here; None if that met other replicas.
         Collective over the ranks of this replica. Leaves gradients of no use."""
-        stepper, there = self.stepper, self.mesh.at(self.ranks[place])
-        part = DataShard(self.shares, there.replica, stepper.part.num_microbatches)
+        stepper, other_mesh = self.stepper, self.mesh.at(self.ranks[place])
+        part = DataShard(self.shares, other_mesh.replica, stepper.part.num_microbatches)
         prints: dict[str, torch.Tensor] = {}
-        meetings, own_part = self._meetings(), stepper.part
+        meetings, part_before = self._meetings(), stepper.part
         with kept_streams(), gradients_seen(stepper.synchronisers, _note_in(prints), sums=False):
             stepper.part = part  # which samples an error is about
             try:
                 [(window, batches)] = training_feed(self.job, order=self.order, part=part, steps=range(step, step + 1),
                                                     loader_workers=min(self.loader_workers, 1))
                 self._samples = _print_of(batches)
-                stepper.backward(window, batches, step=step, part=there.loss_number, beat=self.beat)
+                stepper.backward(window, batches, step=step, part=other_mesh.loss_number, beat=self.beat)
             finally:
-                stepper.part = own_part
+                stepper.part = part_before
         return self._row(prints) if self._meetings() == meetings else None
 
     def _meetings(self) -> int:
@@ -232,16 +232,16 @@ class Recheck:
         unstable, odd = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
         have_others = False
         for place in places:
-            again = []
+            repeats = []
             for _ in range(_AGAIN):
                 before.restore()
                 row = self._computed(place, step)
                 assert row is not None
-                again.append(self._gathered(row).cpu())
-            unstable |= (again[0] != again[1]).any(1)
-            for who, result in ((place, firsts[place]), ((place - 1) % count, seconds[place])):
-                unstable[who] |= (again[0][who] != result).any()
-            odd |= _minority(again[0])
+                repeats.append(self._gathered(row).cpu())
+            unstable |= (repeats[0] != repeats[1]).any(1)
+            for culprit, result in ((place, firsts[place]), ((place - 1) % count, seconds[place])):
+                unstable[culprit] |= (repeats[0][culprit] != result).any()
+            odd |= _minority(repeats[0])
             samples = self._gathered(uploaded(self._samples, self.stepper.device)).cpu()
             have_others |= bool((samples != samples[0]).any())
         after.restore()
@@ -257,7 +257,7 @@ class Recheck:
             return [], "the data set gives other samples on another rank"
         if others:
             return others, "comes to another result than most replicas"
-        return sorted({who % count for place in places for who in (place - 1, place)}), ""
+        return sorted({culprit % count for place in places for culprit in (place - 1, place)}), ""
 
     def _refuse(self, step: int, tensor: str, wrong: Sequence[int], why: str) -> None:
         ranks = [rank for rank in range(self.mesh.world_size) if self.mesh.at(rank).coordinates[self.axis] in wrong]

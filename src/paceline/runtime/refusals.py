@@ -24,12 +24,12 @@ def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int, *
     if math.isfinite(loss):
         raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
                             hint="every target of the window is ignored; a larger batch makes this unlikely")
-    here = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
+    is_of_this_rank = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
     raise Spike(
         f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
         f"{'nothing of this step is saved' if is_updated else 'the weights of the step before are kept'}",
         hint="a lower learning rate, clip=1.0, or a look at the samples of this step",
-        heard=not here)
+        heard=not is_of_this_rank)
 
 
 def check_used(users: Mapping[str, float]) -> None:

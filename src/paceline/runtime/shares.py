@@ -40,13 +40,14 @@ def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device:
     if fewest > 1 or window == 1:  # one device gets a window of one sample, too
         return
     with kept_streams():
-        here = torch.device("cpu") if holds_parts(plan) else device  # no device need have room for the whole model
-        spill, model = build_in_files(job, here) if holds_parts(plan) else (None, build_model(job, here))
+        # No device need have room for the whole model.
+        run_device = torch.device("cpu") if holds_parts(plan) else device
+        spill, model = build_in_files(job, run_device) if holds_parts(plan) else (None, build_model(job, run_device))
         if not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()):
             return
-        batch = example_batch(job, 1).to(here, torch.float64 if job.precision == "float64" else None)
+        batch = example_batch(job, 1).to(run_device, torch.float64 if job.precision == "float64" else None)
         try:
-            with torch.no_grad(), autocast(job, here), spill.running() if spill is not None else nullcontext():
+            with torch.no_grad(), autocast(job, run_device), spill.running() if spill is not None else nullcontext():
                 batch.call(model.train())
         except Exception as error:
             if not isinstance(error, ValueError) or "more than 1" not in str(error):

@@ -281,8 +281,8 @@ def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[s
 def joined_document(fixed: Mapping[str, Any], changing: Mapping[str, Any]) -> dict[str, Any]:
     """The document. changing: its groups become the optimizer's."""
     groups = [options | names for options, names in zip(changing["groups"], fixed["optimizer"]["groups"], strict=True)]
-    rest = {key: value for key, value in changing.items() if key != "groups"}
-    return {**fixed, **rest, "optimizer": fixed["optimizer"] | {"groups": groups}}
+    others = {key: value for key, value in changing.items() if key != "groups"}
+    return {**fixed, **others, "optimizer": fixed["optimizer"] | {"groups": groups}}
 
 
 def left_out(checkpoint: Checkpoint) -> frozenset[str]:
@@ -517,10 +517,10 @@ def _restore_state(reader: _Reader, state: OptimizerState, name: str, values: di
             raise CheckpointError(f"the optimizer of the checkpoint keeps '{key}' of '{name}', and this job's doesn't",
                                   hint="resume with the job that wrote the checkpoint")
         holder, inner = place
-        there = holder.get(inner)
-        if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor) and type(there) is type(value) and (
-                there.shape == value.shape and there.dtype == value.dtype):
-            there.detach().copy_(value)
+        current = holder.get(inner)
+        if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and type(current) is type(value) and (
+                current.shape == value.shape and current.dtype == value.dtype):
+            current.detach().copy_(value)
         else:
             holder[inner] = value
 

@@ -87,20 +87,20 @@ class StepResult:
 class Evaluation:
     """A window's loss, at the weights that ranks hold; its gradients are in the parameters.
 
-    figures: as `_figures`, of all whose gradients an update is made of. known: the same, read. norm: of the gradients
-        before clipping; None if the job doesn't clip. is_skipped: whether there are none, as some overflowed or as the
-        step is a spike. spike: why it is one, in words.
+    figures: as `_figures`, of all whose gradients an update is made of. host_figures: the same, read on the host.
+    norm: of the gradients before clipping; None if the job doesn't clip. is_skipped: whether there are none, as some
+        overflowed or as the step is a spike. spike: why it is one, in words.
     """
 
     figures: torch.Tensor
-    known: list[float]
+    host_figures: list[float]
     norm: float | None
     is_skipped: bool = False
     spike: str = ""
 
     @property
     def loss(self) -> float:
-        total, count = self.known[:STEP_FIGURES]
+        total, count = self.host_figures[:STEP_FIGURES]
         return total / count if count else math.nan
 
 
@@ -127,7 +127,7 @@ class Stepper:
         """shares: of each replica in the global batch; equal ones if there are none."""
         self.job, self.mesh, self.device = job, mesh, device
         self.loss_number = mesh.loss_number
-        self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = self.update_one
+        self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = self.step_optimizer
         self.replica = mesh.replica
         self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
         self.all_go_back = mesh.holds_parts  # ranks meet in backward
@@ -143,9 +143,9 @@ class Stepper:
         self.freezing.refuse_kept(self.kept())
         self._begin_from(plan)
         self.model.train()
-        if job.precision == "fp8" and mesh.rank == 0 and (left := left_in_bf16(self.model)):
+        if job.precision == "fp8" and mesh.rank == 0 and (reasons := left_in_bf16(self.model)):
             logger.info("linear layers that stay in bf16: %s",
-                        "; ".join(f"'{path}' {reason}" for path, reason in left.items()))
+                        "; ".join(f"'{path}' {reason}" for path, reason in reasons.items()))
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.local_parameters = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.local_parameters.items() if p.requires_grad}
@@ -203,7 +203,7 @@ class Stepper:
             synchroniser.restore(NOTHING_SAVED)
 
     def step(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool] = lambda: False,
-             beat: Callable[[str], None] = lambda phase: None, ahead: Callable[[], None] = lambda: None,
+             beat: Callable[[str], None] = lambda phase: None, on_launched: Callable[[], None] = lambda: None,
              observe: Callable[[Stepper], None] | None = None) -> StepResult:
         """Forward and backward of every micro-batch, reduction, clipping, update.
 
@@ -213,37 +213,37 @@ class Stepper:
             step: Number of the step, from 0; keys the random streams.
             stop: Whether this rank was asked to stop, asked after the backward; every rank learns of it in the result.
             beat: Told which phase begins.
-            ahead: Called when all but the update was launched, before the host waits for the device.
+            on_launched: Called when all but the update was launched, before the host waits for the device.
             observe: Called when gradients are complete, before clipping.
 
         Raises:
             TrainingError: a loss that is not finite or can't be trained on, a parameter that nothing uses. No
                 weight was changed, but by the updates of a step that the job brings: they are not to be saved.
         """
-        own_part = sum(batch.samples for batch in batches) / window.count
+        sample_share = sum(batch.samples for batch in batches) / window.count
         if self.job.models:
-            return self._own_step(window, batches, own_part=own_part, step=step, stop=stop, beat=beat, ahead=ahead,
-                                  observe=observe)
-        evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat, ahead=ahead)
+            return self._own_step(window, batches, sample_share=sample_share, step=step, stop=stop, beat=beat,
+                                  on_launched=on_launched, observe=observe)
+        evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat, on_launched=on_launched)
         evaluation = evaluate(observe=observe)
         norm = self.gradient_norm = evaluation.norm
         if self.needs_closure:
-            evaluation = self._update_with_closure(evaluation, evaluate, own_part=own_part, step=step)
+            evaluation = self._update_with_closure(evaluation, evaluate, sample_share=sample_share, step=step)
         elif not evaluation.is_skipped:
             self.update(self.optimizer)
         if self.merges_edits:
             self.edits.updated()
         if not evaluation.is_skipped:
             step_schedule(self.schedule)
-        met = self.step_sync.end_step(step + 1, evaluation.figures, evaluation.known, beat)
-        if met is None:
+        synced = self.step_sync.end_step(step + 1, evaluation.figures, evaluation.host_figures, beat)
+        if synced is None:
             return StepResult((), 0, norm, is_settled=False)
-        own_part = met.weight if self.step_sync.has_own_steps else own_part
-        return replace(self._learn(met, own_part=own_part, norm=norm, step=step), is_skipped=evaluation.is_skipped,
-                       spike=evaluation.spike)
+        sample_share = synced.weight if self.step_sync.has_own_steps else sample_share
+        return replace(self._step_result(synced, sample_share=sample_share, norm=norm, step=step),
+                       is_skipped=evaluation.is_skipped, spike=evaluation.spike)
 
     def _evaluate(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool],
-                  beat: Callable[[str], None], ahead: Callable[[], None],
+                  beat: Callable[[str], None], on_launched: Callable[[], None],
                   observe: Callable[[Stepper], None] | None = None,
                   is_first: bool = True) -> Evaluation:
         """Forward and backward of every micro-batch, reduction, clipping: leaves the gradients of an update.
@@ -251,7 +251,7 @@ class Stepper:
         is_first: of the step; of others a loss that is not finite is the optimizer's affair.
         """
         part = self.loss_number
-        self._look()
+        self._before_forwards()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         self.freezing.let_go(self.parameters, step, window.epoch)
         overflow = None if self.scaling is None else self.scaling.unscale(
@@ -259,11 +259,11 @@ class Stepper:
         squares = squared_norm(self.job.clip, self.parameters, self.layout.owned, self.mesh, self.device)
         figures = self.step_sync.all_reduce_figures(
             self._figures(tallies, used, stop(), overflow, self._digest(batches)))
-        together = torch.cat([figures, squares.reshape(1)])
-        ahead()
+        combined = torch.cat([figures, squares.reshape(1)])
+        on_launched()
         # The one time in an evaluation that the host waits for the device.
-        *known, norm_squared = together.tolist()
-        loss, count, _, summed, _, edited, unknown, overflowed, _, *users = known
+        *host_figures, norm_squared = combined.tolist()
+        loss, count, _, summed, _, edited, unknown, overflowed, _, *users = host_figures
         mean = (1.0 if self.scaling is None else self.scaling.expected_count(window.count)) / count if summed and (
             count) else float(count != 0)
         is_skipped = self.scaling is not None and (bool(overflowed) or not math.isfinite(loss))
@@ -277,58 +277,59 @@ class Stepper:
                        step)
         self._drop_unused(users)
         if not count:
-            self._let_go_of_gradients()  # a replica without samples of its own takes no step
+            self._clear_gradients()  # a replica without samples of its own takes no step
         if is_first and not step and not self.step_sync.has_own_steps:
             self._refuse_unused(users)  # before the first update
         if self.scaling is not None:
             self.scaling.update(is_skipped=has_overflowed, count=count, loss=loss, step=step)
         if is_skipped:
-            self._let_go_of_gradients()
+            self._clear_gradients()
         elif summed and count:
             self.scale_gradients(mean, self.parameters)
         if observe:
             observe(self)
         if edited and self.merges_edits:
-            self.edits.merge(self.mesh.group("replicas"), news=bool(unknown), step=step)
+            self.edits.merge(self.mesh.group("replicas"), has_unknown=bool(unknown), step=step)
         beat("optimizer")
         if is_skipped or self.job.clip is None:
-            return Evaluation(figures, known, None, is_skipped, spike)
+            return Evaluation(figures, host_figures, None, is_skipped, spike)
         clip(self.job.clip, self.parameters, squares.sqrt() * mean)
-        return Evaluation(figures, known, math.sqrt(norm_squared) * mean)
+        return Evaluation(figures, host_figures, math.sqrt(norm_squared) * mean)
 
-    def _own_step(self, window: Window, batches: list[MicroBatch], *, own_part: float, step: int,
-                  stop: Callable[[], bool], beat: Callable[[str], None], ahead: Callable[[], None],
+    def _own_step(self, window: Window, batches: list[MicroBatch], *, sample_share: float, step: int,
+                  stop: Callable[[], bool], beat: Callable[[str], None], on_launched: Callable[[], None],
                   observe: Callable[[Stepper], None] | None) -> StepResult:
         """The step that the job brings, and then its followers."""
         if step and not self.has_begun:
             self.untrained.clear()  # a resumed run was looked at when it began
         verbs = Verbs(self, window, batches, step, beat, keeps_gradients=observe is not None,
                       is_first=not self.has_begun)
-        self._look()
+        self._before_forwards()
         verbs.take()
         if observe:
             for name, p in self.parameters.items():
                 p.grad = verbs.gradients.get(name)
             observe(self)
-            self._let_go_of_gradients()
+            self._clear_gradients()
         if self.step_sync.has_own_steps:  # followers meet as buffers do
             self._follow(step)
         flags = torch.tensor([0.0, 0.0, float(stop()), 0.0, float(self._changes()[0]), self._digest(batches)],
                              dtype=torch.float64)
         flags = self.step_sync.all_reduce_figures(uploaded(flags, self.device))
-        ahead()
+        on_launched()
         _, _, stops, _, changed, digest = verbs.end(flags)
         # A step's loss is known on all ranks, or else of so many samples.
-        weight = own_part * window.count if self.step_sync.has_own_steps else 1.0
-        known = [verbs.loss * weight, weight, stops, 0.0, changed, 0.0, 0.0, 0.0, digest, *verbs.users.values()]
-        met = self.step_sync.end_step(step + 1, torch.tensor(known, dtype=torch.float64), known, beat)
-        if met is None:
+        weight = sample_share * window.count if self.step_sync.has_own_steps else 1.0
+        host_figures = [verbs.loss * weight, weight, stops, 0.0, changed, 0.0, 0.0, 0.0, digest, *verbs.users.values()]
+        synced = self.step_sync.end_step(step + 1, torch.tensor(host_figures, dtype=torch.float64), host_figures, beat)
+        if synced is None:
             return StepResult((), 0, None, is_settled=False)
-        own_part = met.weight if self.step_sync.has_own_steps else own_part
+        sample_share = synced.weight if self.step_sync.has_own_steps else sample_share
         if not self.step_sync.has_own_steps and (first := self.untrained & verbs.trained):
             check_used({name: count for name, count in verbs.users.items() if name.partition(".")[0] in first})
             self.untrained -= first
-        result = replace(self._learn(met, own_part=own_part, norm=None, step=step), is_skipped=verbs.has_overflowed)
+        result = replace(self._step_result(synced, sample_share=sample_share, norm=None, step=step),
+                         is_skipped=verbs.has_overflowed)
         if not self.step_sync.has_own_steps:
             self._follow(step)
         if self.merges_edits:
@@ -342,16 +343,16 @@ class Stepper:
             end_evaluation(self.parts[name].synchronisers)
 
     @contextmanager
-    def evaluating(self, own_part: float, *, step: int) -> Iterator[None]:
+    def evaluating(self, sample_share: float, *, step: int) -> Iterator[None]:
         """While the model is evaluated: what its forwards change of its state meets as after a step. Collective over
         the replicas.
 
         Args:
-            own_part: This replica's, of the samples that the model is evaluated on.
+            sample_share: This replica's, of the samples that the model is evaluated on.
         """
         meets = len(self.mesh.replicas) > 1 and not self.step_sync.has_own_steps
         if meets:
-            self._look()
+            self._before_forwards()
         yield
         end_evaluation(self.synchronisers)
         if not meets:
@@ -360,31 +361,33 @@ class Stepper:
         dist.all_reduce(changes, dist.ReduceOp.MAX, group=group)
         changed, edited, unknown = map(bool, changes.tolist())
         if edited:
-            self.edits.merge(group, news=unknown, step=step)
+            self.edits.merge(group, has_unknown=unknown, step=step)
         self.edits.updated()
-        self.buffers.meet(own_part, group, news=changed)
+        self.buffers.meet(sample_share, group, has_unsynced=changed)
 
     def settle(self, step: int) -> StepResult | None:
         """The run ends after `step` steps: on return all replicas hold the same. None if they already did.
 
         Collective where ranks have not met after the last step.
         """
-        met = self.step_sync.finalize(step)
-        return None if met is None else self._learn(met, own_part=met.weight, norm=None, step=step - 1)
+        synced = self.step_sync.finalize(step)
+        if synced is None:
+            return None
+        return self._step_result(synced, sample_share=synced.weight, norm=None, step=step - 1)
 
-    def _learn(self, met: SyncedFigures, *, own_part: float, norm: float | None, step: int) -> StepResult:
-        """What follows from a meeting. own_part: this replica's, of the samples that it was about."""
-        stops, _, changed, _, _, _, digest, *users = met.flags
-        first = step + 2 - len(met.figures)
-        for number, (_, count) in enumerate(met.figures):
+    def _step_result(self, synced: SyncedFigures, *, sample_share: float, norm: float | None, step: int) -> StepResult:
+        """What follows from a meeting. sample_share: this replica's, of the samples that it was about."""
+        stops, _, changed, _, _, _, digest, *users = synced.flags
+        first = step + 2 - len(synced.figures)
+        for number, (_, count) in enumerate(synced.figures):
             if not count:
                 raise TrainingError(f"the loss counts nothing in step {first + number}: its count is {count:g}",
                                     hint="every target of the window is ignored; a larger batch makes this unlikely")
         if first == 1 and self.step_sync.has_own_steps and not self.job.models:  # whose steps may differ
             self._refuse_unused(users)
         if len(self.mesh.replicas) > 1:
-            self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(changed))
-        return StepResult(tuple(loss / count for loss, count in met.figures), int(stops), norm, is_settled=True,
+            self.buffers.meet(sample_share, self.mesh.group("replicas"), has_unsynced=bool(changed))
+        return StepResult(tuple(loss / count for loss, count in synced.figures), int(stops), norm, is_settled=True,
                           digest=int(digest))
 
     def backward(self, window: Window, batches: list[MicroBatch], *, step: int, part: int,
@@ -399,7 +402,7 @@ class Stepper:
         Returns:
             The loss of each micro-batch, and the names of parameters that this rank used.
         """
-        self._let_go_of_gradients()  # also of parameters that the optimizer leaves out
+        self._clear_gradients()  # also of parameters that the optimizer leaves out
         work = WindowWork(self, window, batches, step, part, beat, tell)
         with blaming(self.job, self.part, window, batches, lambda: work.latest):
             self.layout.run(work.batches, work)
@@ -448,12 +451,12 @@ class Stepper:
                      if isinstance(tally.count, torch.Tensor) and tally.count.device.type != "cpu"]
         count = sum(float(tally.count) for tally in tallies
                     if not isinstance(tally.count, torch.Tensor) or tally.count.device.type == "cpu")
-        together = uploaded(torch.tensor([0.0, count, *figures], dtype=torch.float64), self.device)
+        combined = uploaded(torch.tensor([0.0, count, *figures], dtype=torch.float64), self.device)
         if tallies:
-            together[0] += torch.stack([tally.total.to(self.device) for tally in tallies]).sum()
+            combined[0] += torch.stack([tally.total.to(self.device) for tally in tallies]).sum()
         if on_device:
-            together[1] += torch.stack([count.double() for count in on_device]).sum()
-        return together
+            combined[1] += torch.stack([count.double() for count in on_device]).sum()
+        return combined
 
     def shared_outputs(self, part: ModelPart, outputs: Sequence[Any]) -> Sequence[Any]:
         """What a model returned, on every rank that has the step's samples."""
@@ -466,7 +469,7 @@ class Stepper:
         """Whether replicas hold the same parameters after every step."""
         return len(self.mesh.replicas) > 1 and not self.step_sync.has_own_steps
 
-    def _look(self) -> None:
+    def _before_forwards(self) -> None:
         """Forwards come next: see what they start from."""
         if not self.has_begun and len(self.mesh.replicas) > 1:
             self.buffers.look()  # what a checkpoint brought back is no change
@@ -477,9 +480,9 @@ class Stepper:
     def _changes(self) -> tuple[bool, bool, bool]:
         """Whether forwards changed state that replicas don't meet yet, a parameter, and one that is not known yet."""
         edited = self.edits.end() if self.merges_edits else (False, False)
-        return len(self.mesh.replicas) > 1 and bool(self.buffers.news()), *edited
+        return len(self.mesh.replicas) > 1 and bool(self.buffers.unsynced()), *edited
 
-    def _let_go_of_gradients(self) -> None:
+    def _clear_gradients(self) -> None:
         for p in self.local_parameters.values():
             if p.grad is not None:
                 p.grad = None
@@ -532,7 +535,7 @@ class Stepper:
         if self.gathered is not None:
             self.gathered.after_update()
 
-    def update_one(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def step_optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Clip the gradients of an optimizer of several, step it and its schedule. Collective as `update` is.
 
         parameters: that it updates and that are here.
@@ -544,13 +547,13 @@ class Stepper:
         if self.schedule is not None:
             step_schedule(self.schedule.of(name))
 
-    def _update_with_closure(self, first: Evaluation, evaluate: Callable[..., Evaluation], *, own_part: float,
+    def _update_with_closure(self, first: Evaluation, evaluate: Callable[..., Evaluation], *, sample_share: float,
                              step: int) -> Evaluation:
         """The update of an optimizer that evaluates the loss as often as it likes. Collective as `_evaluate` is.
 
         Args:
             first: The step's first evaluation. evaluate: Makes another.
-            own_part: This replica's, of the window's samples.
+            sample_share: This replica's, of the window's samples.
 
         Returns:
             The first evaluation's loss, and what the last one's forwards did.
@@ -560,10 +563,11 @@ class Stepper:
         """
         last, losses = first, [first.loss]
 
-        def again() -> float:
+        def evaluate_again() -> float:
             nonlocal last
             if len(self.mesh.replicas) > 1:
-                self.buffers.meet(own_part, self.mesh.group("replicas"), news=bool(last.known[_CHANGED]))
+                self.buffers.meet(sample_share, self.mesh.group("replicas"),
+                                  has_unsynced=bool(last.host_figures[_CHANGED]))
             if self.merges_edits:
                 self.edits.updated()  # the optimizer's writes are no forward's
             last = evaluate(is_first=False)
@@ -573,15 +577,15 @@ class Stepper:
 
         self._let_optimizer_keep_gradients()
         if self.gathered is not None:
-            step_gathered(self.optimizer, self.gathered, first.loss, again)
+            step_gathered(self.optimizer, self.gathered, first.loss, evaluate_again)
             if not self.gathered.whole:
                 self.optimizer._opt_called = True  # schedules look
         else:
-            self.optimizer.step(Closure(first.loss, again, self.parameters.values()))
+            self.optimizer.step(Closure(first.loss, evaluate_again, self.parameters.values()))
         if not all(map(math.isfinite, losses)):
             self._refuse_weights_that_are_not_finite(losses, step)
         figures = torch.cat([first.figures[:STEP_FIGURES], last.figures[STEP_FIGURES:]])
-        return Evaluation(figures, [*first.known[:STEP_FIGURES], *last.known[STEP_FIGURES:]], first.norm)
+        return Evaluation(figures, [*first.host_figures[:STEP_FIGURES], *last.host_figures[STEP_FIGURES:]], first.norm)
 
     def _let_optimizer_keep_gradients(self) -> None:
         """Replicas sum gradients in memory that the next evaluation overwrites; those of one device stay."""

@@ -89,20 +89,20 @@ class Verbs:
         Raises:
             TrainingError: a loss is not finite or counts nothing, or the step leaves gradients.
         """
-        *_, known = self._read([each for each in self.agreed if not each.is_read], flags)
+        *_, agreed_flags = self._read([each for each in self.agreed if not each.is_read], flags)
         if self.stepper.scaling is not None:
             self.stepper.scaling.update(is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.step)
         if self.waiting:
             raise TrainingError(f"the step ends with gradients of '{min(self.waiting)}' that no update has used",
                                 hint="ctx.update(...) of its optimizer after ctx.backward(...)")
-        return known
+        return agreed_flags
 
     def _read(self, agreed: list[_Agreed], *more: torch.Tensor) -> list[list[float]]:
         """The figures of backwards, and more of them: the host waits for the device."""
         figures = [*(each.figures for each in agreed), *more]
         read = iter(torch.cat(figures).tolist())
-        known = [list(islice(read, len(each))) for each in figures]
-        for each, (loss, count, _, is_edited, _, *users) in zip(agreed, known, strict=False):
+        host_figures = [list(islice(read, len(each))) for each in figures]
+        for each, (loss, count, _, is_edited, _, *users) in zip(agreed, host_figures, strict=False):
             each.is_read = True
             overflows = self.stepper.scaling is not None and not math.isfinite(loss)
             self.has_overflowed |= overflows
@@ -116,7 +116,7 @@ class Verbs:
             self.loss += loss / count
             for name, number in zip(each.names, users, strict=True):
                 self.users[name] += number
-        return known
+        return host_figures
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -152,12 +152,12 @@ class Verbs:
         if self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1:
             return rows.detach().clone()
         flags = rows.dtype is torch.bool  # have no sum
-        everyone = torch.zeros(self.window.count, *rows.shape[1:], dtype=torch.uint8 if flags else rows.dtype,
+        all_rows = torch.zeros(self.window.count, *rows.shape[1:], dtype=torch.uint8 if flags else rows.dtype,
                                device=self.stepper.device)
         if self.stepper.mesh.is_first_of_same_samples and any(piece.samples for piece in self.batch.pieces):
-            everyone[self.first:self.first + len(rows)] = rows
-        met = self.stepper.step_sync.all_reduce_figures(everyone.flatten()).view_as(everyone)
-        return met.bool() if flags else met
+            all_rows[self.first:self.first + len(rows)] = rows
+        summed = self.stepper.step_sync.all_reduce_figures(all_rows.flatten()).view_as(all_rows)
+        return summed.bool() if flags else summed
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         """See `StepContext`. Collective where the plan's forwards are."""
@@ -185,22 +185,22 @@ class Verbs:
     def _run_without_gradients(self, part: ModelPart, inputs: Any) -> Any:
         outputs, rows = [], []
         has_samples = any(piece.samples for piece in self.batch.pieces)
-        for number, (piece, given) in enumerate(zip(self.batch.pieces, self.batch.cut(
+        for number, (piece, piece_inputs) in enumerate(zip(self.batch.pieces, self.batch.cut(
                 inputs, f"what '{part.name}' is run with"), strict=True)):
             is_needed = piece.samples or (not has_samples and not number)
             if not is_needed and not part.layout.meets_in_forward:
                 continue
             seed_streams(self.stepper.job.seed, "step", self.step, self.stepper.loss_number, number, self.number)
             with torch.no_grad(), autocast(self.stepper.job, self.stepper.device):
-                output = part.layout.forward(MicroBatch(given, None, piece.samples))
+                output = part.layout.forward(MicroBatch(piece_inputs, None, piece.samples))
             if is_needed:
                 outputs.append(output)
                 rows.append(max(piece.samples, 1))
         return joined(self.stepper.shared_outputs(part, outputs), rows)
 
     def _run_in_loss(self, part: ModelPart, inputs: Any, *, grad: bool) -> Any:
-        given = inputs.input if isinstance(inputs, StepBatch) else inputs
-        batch = MicroBatch(given, None, 1)
+        model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
+        batch = MicroBatch(model_inputs, None, 1)
         if isinstance(part.layout, Whole):
             with nullcontext() if grad else torch.no_grad():
                 return batch.call(part.layout.module)
@@ -315,8 +315,8 @@ class Verbs:
         """Micro-batches whose target is what the loss is given beside the output."""
         cut = self.batch.cut(inputs, f"what '{name}' is run with")
         others = [self.batch.cut(each, "what the loss is given") for each in more]
-        return [MicroBatch(given, (StepBatch([piece]), *(each[number] for each in others)), piece.samples)
-                for number, (piece, given) in enumerate(zip(self.batch.pieces, cut, strict=True))]
+        return [MicroBatch(piece_inputs, (StepBatch([piece]), *(each[number] for each in others)), piece.samples)
+                for number, (piece, piece_inputs) in enumerate(zip(self.batch.pieces, cut, strict=True))]
 
     def _of(self, names: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
         """The trainable parameters of models that are held here."""
@@ -362,14 +362,14 @@ class Verbs:
         if stepper.step_sync.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
             stepper.scale_gradients(torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), parameters)
         if self.may_edit and is_edited:
-            stepper.edits.merge(stepper.mesh.group("replicas"), news=bool(is_unknown), step=self.step)
+            stepper.edits.merge(stepper.mesh.group("replicas"), has_unknown=bool(is_unknown), step=self.step)
         self.trained.update(names)
 
     def _users_of(self, agreed: _Agreed) -> tuple[list[float], dict[str, float]]:
         """A backward's figures before its parameters', and how many ranks used each of these."""
-        known, = self._read([agreed])
+        host_figures, = self._read([agreed])
         count = len(agreed.names)
-        return known[:-count], dict(zip(agreed.names, known[-count:], strict=True))
+        return host_figures[:-count], dict(zip(agreed.names, host_figures[-count:], strict=True))
 
     def update(self, optimizer: str) -> None:
         """See `StepContext`. Collective where ranks hold parts, and under loss scaling, which skips the update on all
@@ -383,13 +383,13 @@ class Verbs:
                                 hint="ctx.backward(...) of its model before")
         self._note(f"ctx.update('{optimizer}')")
         with self.draws.paused():
-            here = {name: stepper.parameters[name] for name in names if name in stepper.parameters}
-            if not self._overflow(here):
+            parameters = {name: stepper.parameters[name] for name in names if name in stepper.parameters}
+            if not self._overflow(parameters):
                 if self.keeps_gradients:
-                    self._keep(here)
+                    self._keep(parameters)
                 self.beat("optimizer")
-                stepper.named_update(optimizer, here)
-            for p in here.values():
+                stepper.named_update(optimizer, parameters)
+            for p in parameters.values():
                 p.grad = None
             for part in stepper.parts.values():  # what was gathered for a forward is of the weights before
                 if any(name.startswith(part.prefix) for name in names):
@@ -459,9 +459,9 @@ class Verbs:
                     synchroniser.collect(on=True)  # type: ignore[attr-defined]
 
 
-def _is_alike(again: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_alike(repeated: torch.Tensor, other: torch.Tensor) -> bool:
     """Up to what kernels that do not repeat themselves to the bit may differ by."""
-    return bool((again - other).abs().amax() <= 0.02 * other.abs().amax()) if again.numel() else True
+    return bool((repeated - other).abs().amax() <= 0.02 * other.abs().amax()) if repeated.numel() else True
 
 
 @dataclass

@@ -66,16 +66,16 @@ def play(program: Program, rates: Rates, network: Network | Link, *, precision: 
 
 
 def play_together(programs: Sequence[Program], rates: Sequence[Rates], network: Network | Link, *,
-                  precision: Precision = "float32", apart: int = 1) -> list[Timeline]:
+                  precision: Precision = "float32", rank_stride: int = 1) -> list[Timeline]:
     """The step of ranks that wait for each other's messages, in rank order.
 
-    apart: how far apart neighbours among them are numbered on the network.
+    rank_stride: how far apart neighbours among them are numbered on the network.
 
     Raises:
         ValueError: a rank waits for a message that nobody sends.
     """
     arrived: dict[tuple[int, int, str], float] = {}
-    ranks = [Player(rates_of_rank, network, precision=precision, number=number, apart=apart)
+    ranks = [Player(rates_of_rank, network, precision=precision, number=number, rank_stride=rank_stride)
              for number, rates_of_rank in enumerate(rates)]
     pending = [_Pending(rank, program) for rank, program in zip(ranks, programs, strict=True)]
     while any(rank.go_on(arrived) for rank in pending):
@@ -114,8 +114,8 @@ class Player:
     """One rank's clocks, what it was busy with, and its memory."""
 
     def __init__(self, rates: Rates, network: Network | Link, *, precision: Precision = "float32", number: int = 0,
-                 apart: int = 1) -> None:
-        self.number, self.apart, self.rates, self.precision = number, apart, rates, precision
+                 rank_stride: int = 1) -> None:
+        self.number, self.rank_stride, self.rates, self.precision = number, rank_stride, rates, precision
         self.network = Network(network) if isinstance(network, Link) else network
         self.clock: dict[str, float] = {COMPUTE: 0.0, NETWORK: 0.0, SENDING: 0.0, HOST: 0.0}  # when each is free
         self.ended: dict[str, float] = {}
@@ -156,27 +156,27 @@ class Player:
 
     def send(self, event: Send) -> float:
         """When the message is there. A rank's messages leave one after the other; computing goes on."""
-        link = self.network.between(self.number * self.apart, event.to * self.apart)
+        link = self.network.between(self.number * self.rank_stride, event.to * self.rank_stride)
         self.clock[SENDING] = max(self.clock[SENDING], self.clock[COMPUTE]) + event.num_bytes / link.bytes_per_s
         return self.clock[SENDING] + link.latency_s
 
     def _repeat(self, event: Repeat) -> None:
         """All but a few rounds are counted: clocks advance as in the last one played, and memory by what is kept."""
-        left = event.count
+        remaining = event.count
         before: tuple[dict[str, float], ...] = ()
         for _ in range(min(ROUNDS, event.count)):
             before = self._state()
             for repeated in event.events:
                 self.play(repeated)
-            left -= 1
-        if left > 1:
+            remaining -= 1
+        if remaining > 1:
             after = self._state()
             for figures, old, new in zip((self.clock, self.ended, self.busy, self.memory.by_ledger), before, after,
                                          strict=True):
                 for name, figure in new.items():
-                    figures[name] = figure + (left - 1) * (figure - old.get(name, figure))
+                    figures[name] = figure + (remaining - 1) * (figure - old.get(name, figure))
             self.memory.settle()
-        if left > 0:
+        if remaining > 0:
             for repeated in event.events:
                 self.play(repeated)
 

@@ -46,11 +46,11 @@ class StepSync(Protocol):
     def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
         """The figures of all whose gradients an update is made of, summed. figures: loss, count, flags; float64."""
 
-    def end_step(self, step: int, figures: torch.Tensor, known: list[float],
+    def end_step(self, step: int, figures: torch.Tensor, host_figures: list[float],
               beat: Callable[[str], None]) -> SyncedFigures | None:
         """The update of step `step` (counted from 1) is done; None if the ranks don't meet after it.
 
-        figures: what was agreed. known: the same, read already; to read them again is to wait for the update.
+        figures: what was agreed. host_figures: the same, read already; to read them again is to wait for the update.
         """
 
     def finalize(self, step: int) -> SyncedFigures | None:
@@ -80,9 +80,9 @@ class SyncEveryStep:
             self.met_bytes += all_reduce_bytes(figures.nbytes, self.world_size)
         return figures
 
-    def end_step(self, step: int, figures: torch.Tensor, known: list[float],
+    def end_step(self, step: int, figures: torch.Tensor, host_figures: list[float],
               beat: Callable[[str], None]) -> SyncedFigures | None:
-        return SyncedFigures([known[:STEP_FIGURES]], known[STEP_FIGURES:], 1.0)
+        return SyncedFigures([host_figures[:STEP_FIGURES]], host_figures[STEP_FIGURES:], 1.0)
 
     def finalize(self, step: int) -> SyncedFigures | None:
         return None

@@ -67,7 +67,7 @@ def open_study(storage: BaseStorage, name: str, request: Request, *, sampler: An
     count = len(request.objectives)
     if name in known and not joins:
         raise UsageError(f"the database already has a study '{name}'", hint="--resume joins it; --study names another")
-    asked = {"job": function.name, "objectives": [str(each) for each in request.objectives],
+    subject = {"job": function.name, "objectives": [str(each) for each in request.objectives],
              "fixed": {key: str(value) for key, value in request.space.fixed.items()}}
     with quiet():
         begun = optuna().create_study(
@@ -76,10 +76,10 @@ def open_study(storage: BaseStorage, name: str, request: Request, *, sampler: An
             optuna().load_study(study_name=name, storage=storage).directions,
             pruner=make_pruner(pruner, num_objectives=count, evaluations=example.epochs))
     before = begun.user_attrs.get(_ASKED)
-    if before is not None and before != asked:
-        wrong = next(key for key in asked if before.get(key) != asked[key])
-        raise UsageError(f"study '{name}' was begun with {wrong} {before.get(wrong)}, not {asked[wrong]}",
+    if before is not None and before != subject:
+        wrong = next(key for key in subject if before.get(key) != subject[key])
+        raise UsageError(f"study '{name}' was begun with {wrong} {before.get(wrong)}, not {subject[wrong]}",
                          hint="ask for the same, or start another study (--run DIR, --study NAME)")
-    begun.set_user_attr(_ASKED, asked)
+    begun.set_user_attr(_ASKED, subject)
     begun.sampler = make_sampler(sampler, num_objectives=count, seed=seed + 7919 * len(begun.get_trials(False)))
     return begun

@@ -26,7 +26,7 @@ class StudyDisplay:
         self.done_before: int | None = None
         self.best: int | None = None
         self.num_seen = 0
-        self.told: set[str] = set()
+        self.shown_heads: set[str] = set()
         if sys.stderr.isatty():
             self._go_live()
 
@@ -67,8 +67,8 @@ class StudyDisplay:
             self._say(f"trial {best.number}: best so far, {values}  {settings(best.params)}")
         for reason in controller.failures.values():
             head = reason.partition("\n")[0]
-            if head not in self.told:
-                self.told.add(head)
+            if head not in self.shown_heads:
+                self.shown_heads.add(head)
                 self._say(f"a trial failed: {reason}")
 
     def _line(self, controller: Controller) -> str:

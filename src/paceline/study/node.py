@@ -39,8 +39,8 @@ def main() -> None:
     """Answer the greeting, then serve."""
     out = os.dup(1)
     os.dup2(2, 1)  # what the job prints must not come between the lines
-    asked = Lines(0)
-    greeted = _first(asked)
+    requests = Lines(0)
+    greeted = _first(requests)
     if greeted is None:
         return
     try:
@@ -50,12 +50,12 @@ def main() -> None:
         return
     with pool:
         write_line(out, json.dumps({"devices": pool.names}))
-        serve(pool, asked, out)
+        serve(pool, requests, out)
 
 
-def _first(asked: Lines) -> Greeting | None:
+def _first(requests: Lines) -> Greeting | None:
     """The first line; nothing comes after it before it is answered."""
-    while (lines := asked.read()) is not None:
+    while (lines := requests.read()) is not None:
         if lines:
             document = json.loads(lines[0])
             return Greeting(**{**document, "shared": SharedFiles(**document["shared"])})

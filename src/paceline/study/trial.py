@@ -42,14 +42,14 @@ class TrialBody:
         self.function = function
 
     def __call__(self, context: RankContext, payload: Mapping[str, Any], line: Line) -> Any:
-        params, where = payload["params"], TrialDevices(payload["devices"], payload["memory"])
+        params, devices = payload["params"], TrialDevices(payload["devices"], payload["memory"])
         with choosing(asking(line, {name: value for name, value in params.items() if "." in name})):
             job = self.function.job({name: value for name, value in params.items() if "." not in name})
             if payload["do"] == "price":
-                return price(job, payload["plan"], where, payload["figures"])
+                return price(job, payload["plan"], devices, payload["figures"])
             if payload["do"] == "test":
-                return test(context, job, payload["plan"], where, Path(payload["run_dir"]))
-            return train(context, job, payload, where, line)
+                return test(context, job, payload["plan"], devices, Path(payload["run_dir"]))
+            return train(context, job, payload, devices, line)
 
 
 def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
@@ -69,7 +69,7 @@ def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
     return choose
 
 
-def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: TrialDevices, line: Line) -> dict[str,
+def train(context: RankContext, job: Job, payload: Mapping[str, Any], devices: TrialDevices, line: Line) -> dict[str,
                                                                                                                Any]:
     """Train on this rank as `paceline train` would; the job's callbacks run on the first. Returns the summary, or
     {"preempted": True}."""
@@ -80,20 +80,20 @@ def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: Tri
     from paceline.strategies.compose import load
     from paceline.verbs.result import Result
 
-    asked, run_dir = where.resolve(job, payload["plan"]), Path(payload["run_dir"])
-    load(asked.plan)
-    controller = RunController(job.callbacks, job, plan=str(asked.plan), folder=run_dir) if job.callbacks else None
+    resolved, run_dir = devices.resolve(job, payload["plan"]), Path(payload["run_dir"])
+    load(resolved.plan)
+    controller = RunController(job.callbacks, job, plan=str(resolved.plan), folder=run_dir) if job.callbacks else None
 
     def report(step: int, figures: Mapping[str, float]) -> None:
         line.report({"step": step, "of": job.total_steps, "figures": dict(figures)})
 
-    settings = Settings(run_dir=run_dir, shares=asked.shares, on_evaluation=report, save_on_stop=False,
+    settings = Settings(run_dir=run_dir, shares=resolved.shares, on_evaluation=report, save_on_stop=False,
                         keep=lambda: bool(line.ask({"keep": True})["keep"]), controller=controller,
-                        devices=devices_of(asked.plan, asked.cluster))
+                        devices=devices_of(resolved.plan, resolved.cluster))
     is_first = context.rank == 0
     try:
         with controlled(controller, speaks=is_first):
-            summary = train_rank(context, job, asked.plan, settings) or {}
+            summary = train_rank(context, job, resolved.plan, settings) or {}
             if controller is not None and is_first:
                 controller.ended(Result(summary, run_dir, job))
         return summary
@@ -101,18 +101,18 @@ def train(context: RankContext, job: Job, payload: Mapping[str, Any], where: Tri
         return {"preempted": True}
 
 
-def test(context: RankContext, job: Job, plan: str, where: TrialDevices, run_dir: Path) -> dict[str, float]:
+def test(context: RankContext, job: Job, plan: str, devices: TrialDevices, run_dir: Path) -> dict[str, float]:
     """The loss and metrics of a trained trial on the test data, under a plan of forwards. Collective."""
     from paceline.runtime.evaluate import evaluate
     from paceline.verbs.inference import load_trained
 
-    asked = where.resolve(job, plan)
-    trained = load_trained(context, job, asked, run_dir)
+    resolved = devices.resolve(job, plan)
+    trained = load_trained(context, job, resolved, run_dir)
     return evaluate(trained.model, trained.layout, job, job.test, part=trained.part, mesh=trained.mesh,
                     device=context.device, beat=context.beat)
 
 
-def price(job: Job, plan: str | None, where: TrialDevices, figures: Sequence[str]) -> dict[str, Any]:
+def price(job: Job, plan: str | None, devices: TrialDevices, figures: Sequence[str]) -> dict[str, Any]:
     """Predicted figures of a job, and the plan that they are of.
 
     plan: None for the planner's choice, on as few of the devices as it needs.
@@ -125,7 +125,7 @@ def price(job: Job, plan: str | None, where: TrialDevices, figures: Sequence[str
         record["figures"]["parameters"] = num_parameters(job.model)
     if plan is not None and not {"step_ms", "memory_mb"} & set(figures):
         return record
-    chosen, estimate = _priced(job, plan, where) if plan is not None else _chosen(job, where)
+    chosen, estimate = _priced(job, plan, devices) if plan is not None else _chosen(job, devices)
     tensor_bytes = sum(size for name, size in estimate.ledger.items() if name not in _NOT_THE_JOBS)
     figured = {"step_ms": 1e3 * estimate.step_s, "memory_mb": tensor_bytes / 1e6}
     record["figures"].update({name: value for name, value in figured.items() if name in figures})
@@ -140,29 +140,29 @@ def num_parameters(model: Callable[[], Any]) -> int:
         return sum(parameter.numel() for parameter in model().parameters())
 
 
-def _priced(job: Job, plan: str, where: TrialDevices) -> tuple[Plan, Any]:
+def _priced(job: Job, plan: str, devices: TrialDevices) -> tuple[Plan, Any]:
     from paceline.planner.estimate import estimate
     from paceline.planner.pieces import LazyPieces
     from paceline.profile import profile_job
 
-    asked = where.resolve(job, plan)
-    profile = profile_job(job, device=asked.cluster.first_here)
-    split = LazyPieces(job, profile) if asked.plan.splits_model else None
-    return asked.plan, estimate(profile, asked.plan, asked.cluster, batch=job.batch, precision=job.precision,
-                                split=split, snapshot=False)
+    resolved = devices.resolve(job, plan)
+    profile = profile_job(job, device=resolved.cluster.first_here)
+    split = LazyPieces(job, profile) if resolved.plan.splits_model else None
+    return resolved.plan, estimate(profile, resolved.plan, resolved.cluster, batch=job.batch, precision=job.precision,
+                                   split=split, snapshot=False)
 
 
-def _chosen(job: Job, where: TrialDevices) -> tuple[Plan, Any]:
+def _chosen(job: Job, devices: TrialDevices) -> tuple[Plan, Any]:
     """The planner's fastest plan on the fewest devices that hold the job: trials side by side need no links. Nothing is
     calibrated, for other trials run."""
     from paceline.planner.problem import PlanningProblem
 
-    first = where.devices[0]
+    first = devices.devices[0]
     question = PlanningProblem.of(job, device=first if first.startswith("cuda") else "cpu")
-    for count in range(1, len(where.devices) + 1):
-        cluster = Cluster.local(names_of(where.devices[:count]), memory=where.memory)
+    for count in range(1, len(devices.devices) + 1):
+        cluster = Cluster.local(names_of(devices.devices[:count]), memory=devices.memory)
         candidate = question.search(cluster).chosen
         if candidate is not None:
             return candidate.plan, candidate.estimate
-    raise PlanError(f"no plan of up to {len(where.devices)} devices has the memory for this trial",
+    raise PlanError(f"no plan of up to {len(devices.devices)} devices has the memory for this trial",
                     hint="a greater --memory, more --devices, or a limit on memory_mb that refuses such trials")

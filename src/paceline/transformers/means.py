@@ -22,12 +22,13 @@ class MeanCheck:
 
     def __init__(self, trainer: Any, name: str, precision: str) -> None:
         self._trainer, self.name, self.near = trainer, name, _NEAR[precision]
-        self.left = _LOOKED_AT
+        self.looks_left = _LOOKED_AT
 
     def is_due(self, samples: int) -> bool:
         """Whether a micro-batch is to be looked at: one of the first under a plan that cuts the batch."""
         plan = self._trainer._plan_in_use
-        return self.left > 0 and samples > 1 and plan is not None and (plan.replicas > 1 or plan.num_microbatches > 1)
+        is_cut = plan is not None and (plan.replicas > 1 or plan.num_microbatches > 1)
+        return self.looks_left > 0 and samples > 1 and is_cut
 
     @torch.no_grad()
     def look(self, loss: torch.Tensor, samples: int, of_part: Callable[[range], tuple[Any, Any]]) -> None:
@@ -39,14 +40,14 @@ class MeanCheck:
         Raises:
             PlanRefused: the parts come to another loss.
         """
-        self.left -= 1
+        self.looks_left -= 1
         third = max(1, samples // 3)
         for first in sorted({third, min(samples - 1, third + 1)}):
             parts = (range(first), range(first, samples))
             try:
                 values = [of_part(part) for part in parts]
             except Exception:  # the user's code does more with a model than to run it once
-                self.left = 0
+                self.looks_left = 0
                 return
             total = counted = 0.0
             for part, (value, count) in zip(parts, values, strict=True):

@@ -32,25 +32,25 @@ _TIMEOUT_S = 300.0
 Follow = Callable[["RankContext", Path], TrainerRank]
 
 
-def serve(job: Job, asked: Resolved, follow: Follow) -> None:
+def serve(job: Job, resolved: Resolved, follow: Follow) -> None:
     """Ranks that hold a job's model under a plan and evaluate it, until they are told to end."""
     from paceline.planner.resolve import devices_of
     from paceline.runtime.products import float32_products
     from paceline.strategies.compose import load
     from paceline.strategies.mesh import Mesh
 
-    load(asked.plan)
+    load(resolved.plan)
 
     def body(context: RankContext) -> None:
-        mesh = Mesh.of(asked.plan, context.rank)
+        mesh = Mesh.of(resolved.plan, context.rank)
         mesh.connect()
         with float32_products(job, context):
-            prepared = prepare_job(job, plan=asked.plan, mesh=mesh, device=context.device,
-                                   devices=devices_of(asked.plan, asked.cluster))
+            prepared = prepare_job(job, plan=resolved.plan, mesh=mesh, device=context.device,
+                                   devices=devices_of(resolved.plan, resolved.cluster))
             evaluated = Evaluated(job, prepared.model, prepared.layout, mesh, context.device)
             follow(context, Path()).serve(evaluated)
 
-    Launcher(current(), asked.cluster.devices, timeout_s=_TIMEOUT_S).run(body, run_dir=None)
+    Launcher(current(), resolved.cluster.devices, timeout_s=_TIMEOUT_S).run(body, run_dir=None)
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Session:
         self._trainer, self._generation = trainer, _generation(trainer)
         self.step, self.is_waiting, self._until = step, True, step
         ranks = _Ranks(trainer, run, shares, trainer.preprocess_logits_for_metrics)
-        theirs = [connection for _, connection in self._pipes]
+        child_ends = [connection for _, connection in self._pipes]
         is_sent = not forks_can_use_cuda()
 
         def supervise() -> None:
             try:
-                in_a_fresh_process(ranks, theirs) if is_sent else ranks(theirs)
+                in_a_fresh_process(ranks, child_ends) if is_sent else ranks(child_ends)
             except BaseException as error:
                 self._error = error
 
@@ -115,9 +115,9 @@ class Session:
 
     def evaluate(self, inputs: Any, **options: Any) -> list[dict[str, Any]]:
         """What the ranks that have outputs say of their parts of a batch, in the order of the samples."""
-        known, self._generation = self._generation, _generation(self._trainer)
-        news = None if self._generation is known else told_generation(self._generation)
-        self._tell({"do": "evaluate", "inputs": inputs, "generation": news, **options})
+        before, self._generation = self._generation, _generation(self._trainer)
+        generation = None if self._generation is before else told_generation(self._generation)
+        self._tell({"do": "evaluate", "inputs": inputs, "generation": generation, **options})
         return [answer for answer in self._hear(range(len(self._pipes))) if answer]
 
     def operations(self) -> float:
@@ -155,30 +155,30 @@ class Session:
         self._close()
 
     def _close(self) -> None:
-        for ours, theirs in self._pipes:
-            ours.close()
-            theirs.close()
+        for parent_end, child_end in self._pipes:
+            parent_end.close()
+            child_end.close()
 
     def _tell(self, order: dict[str, Any]) -> None:
         if not self.is_waiting:
             raise RuntimeError("ranks are told something only where they wait")
         data = encode(order)
-        for ours, _ in self._pipes:
+        for parent_end, _ in self._pipes:
             with suppress(OSError):  # a rank that is gone is heard of below
-                ours.send_bytes(data)
+                parent_end.send_bytes(data)
 
     def _hear(self, ranks: Sequence[int]) -> list[Any]:
         """A word of each rank, in their order."""
-        heard: dict[Connection, Any] = {}
+        answers: dict[Connection, Any] = {}
         connections = [self._pipes[rank][0] for rank in ranks]
-        while left := [connection for connection in connections if connection not in heard]:
-            ready = wait(left, _LOOK_S)
+        while silent := [connection for connection in connections if connection not in answers]:
+            ready = wait(silent, _LOOK_S)
             for connection in ready:
                 assert isinstance(connection, Connection)
-                heard[connection] = decode(connection.recv_bytes())
+                answers[connection] = decode(connection.recv_bytes())
             if not ready and not self._thread.is_alive():
                 raise self._error or RuntimeError("the ranks ended before their time")
-        return [heard[connection] for connection in connections]
+        return [answers[connection] for connection in connections]
 
 
 def _generation(trainer: Any) -> Any:

@@ -133,7 +133,7 @@ class PlannedTraining(_AnyTrainer):
     def _ranks(self, job: Job, resume_from_checkpoint: str | None) -> Iterator[None]:
         """Ranks that work for this trainer meanwhile."""
         request = TrainRequest.of(job, None, self._named_plan(job), devices=self.devices)
-        if is_auto(self.plan) and not arguments.updates_on_ranks(plan := request.asked.plan):
+        if is_auto(self.plan) and not arguments.updates_on_ranks(plan := request.resolved.plan):
             request = TrainRequest.of(job, None, f"data={plan.replicas}", devices=self.devices)
         run_dir = self.run_dir = Path(self.run) if self.run is not None else _new_run_dir(Path(self.args.output_dir))
         step = self.state.global_step
@@ -142,14 +142,14 @@ class PlannedTraining(_AnyTrainer):
             checkpoints.bring(Path(resume_from_checkpoint), run_dir, step=step)
             if follows_evaluations(self):
                 checkpoints.bring_schedule(self.lr_scheduler, Path(resume_from_checkpoint))
-        arguments.refuse_plan(self, request.asked.plan)
-        self._counted, self._weights_step, self._plan_in_use, self._frozen = 0.0, None, request.asked.plan, None
+        arguments.refuse_plan(self, request.resolved.plan)
+        self._counted, self._weights_step, self._plan_in_use, self._frozen = 0.0, None, request.resolved.plan, None
         workers = self.args.dataloader_num_workers
         with self._at_work(Session(
                 self, lambda follow: request.train(
                     run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
                     loader_workers=workers, restarts=0),  # new ranks would ask the script for what it has said
-                shares=request.asked.shares, world_size=request.asked.plan.world_size, step=step)):
+                shares=request.resolved.shares, world_size=request.resolved.plan.world_size, step=step)):
             yield
 
     def _named_plan(self, job: Job) -> str | Plan | None:
@@ -157,7 +157,7 @@ class PlannedTraining(_AnyTrainer):
         if not is_auto(self.plan) or forks_can_use_cuda():
             return self.plan
         devices = self.devices
-        named: str = in_a_fresh_process(lambda _: str(TrainRequest.of(job, None, None, devices=devices).asked.plan))
+        named: str = in_a_fresh_process(lambda _: str(TrainRequest.of(job, None, None, devices=devices).resolved.plan))
         return named
 
     @contextmanager
@@ -180,11 +180,11 @@ class PlannedTraining(_AnyTrainer):
             return
         job = evaluation_of(self, loader)
         plan: Any = self._plan_in_use or (Plan() if is_auto(self.plan) else self.plan)
-        asked = resolve(job, plan, devices=self.devices, environment=current())
-        arguments.refuse_plan(self, asked.plan)
+        resolved = resolve(job, plan, devices=self.devices, environment=current())
+        arguments.refuse_plan(self, resolved.plan)
         self._weights_step = self.state.global_step
-        with self._at_work(Session(self, lambda follow: serve(job, asked, follow), shares=asked.shares,
-                                   world_size=asked.plan.world_size, step=self.state.global_step)):
+        with self._at_work(Session(self, lambda follow: serve(job, resolved, follow), shares=resolved.shares,
+                                   world_size=resolved.plan.world_size, step=self.state.global_step)):
             yield
 
     def _evaluate(self, *args: Any, **options: Any) -> dict[str, float]:

@@ -165,14 +165,14 @@ class _Books:
                 self._find("outdated writer", f"launch {launch.launch} began after launch {before.launch}")
         self.launches.append(launch)
         self._unwitnessed = []
-        kept = [update for update in self.applied if launch.keeps(update)]
-        self.num_undone += len(self.applied) - len(kept)
-        self.applied = kept
-        last = max((update.step for update in kept if update.step <= launch.after), default=0)
+        applied = [update for update in self.applied if launch.keeps(update)]
+        self.num_undone += len(self.applied) - len(applied)
+        self.applied = applied
+        last = max((update.step for update in applied if update.step <= launch.after), default=0)
         if last < launch.after:
             self._find("lost", f"launch {launch.launch} goes on after step {launch.after}, and the journal has no "
                        f"steps {last + 1} to {launch.after}")
-        for step, part in sorted(set(launch.also) - {(update.step, update.part) for update in kept}):
+        for step, part in sorted(set(launch.also) - {(update.step, update.part) for update in applied}):
             self._find("lost", f"launch {launch.launch} goes on after part {part} of step {step}, which the journal "
                        "does not have")
 

@@ -27,7 +27,7 @@ WORTH = 1.5  # times the best plan's step: what looks slower is not tried
 CUTTING_S = 6.0  # that finding out how a model can be cut must be worth, and trying it
 
 
-def choose(job: Job, asked: str | Plan | None, *, devices: str | None, procs: int | None, memory: str | None,
+def choose(job: Job, plan: str | Plan | None, *, devices: str | None, procs: int | None, memory: str | None,
            environment: Environment | None) -> Chosen:
     """The plan for these devices; all of them are used where the user counted or named them.
 
@@ -39,46 +39,46 @@ def choose(job: Job, asked: str | Plan | None, *, devices: str | None, procs: in
         PlanError: nothing fits.
     """
     if environment is not None:
-        if asked is not None:
+        if plan is not None:
             raise UsageError(f"plan 'auto' inside {environment.launcher}: its ranks have started, and plans are tried "
                              "before", hint="paceline plan FILE says which plan is the fastest; name it")
         return Chosen(default_plan(job, environment.world_size))
-    where = with_links(Cluster.local(devices, num_ranks=procs, memory=memory))
-    if where.are_shared:
+    cluster = with_links(Cluster.local(devices, num_ranks=procs, memory=memory))
+    if cluster.are_shared:
         raise PlanError(f"--devices {devices} lets ranks share a GPU: which plan is the fastest there says nothing",
-                        hint=f"name the plan to test, such as --plan data={len(where.devices)}")
-    if len(where.devices) == 1:
+                        hint=f"name the plan to test, such as --plan data={len(cluster.devices)}")
+    if len(cluster.devices) == 1:
         return Chosen(Plan())
     if has_gpus():
-        plan, why = in_a_fork(lambda: _named(_choose(job, where, may_be_fewer=devices is None and procs is None)))
-        return Chosen(Plan.parse(plan), why)
-    return _choose(job, where, may_be_fewer=devices is None and procs is None)
+        text, why = in_a_fork(lambda: _named(_choose(job, cluster, may_be_fewer=devices is None and procs is None)))
+        return Chosen(Plan.parse(text), why)
+    return _choose(job, cluster, may_be_fewer=devices is None and procs is None)
 
 
 def _named(chosen: Chosen) -> tuple[str, str]:
     return str(chosen.plan), chosen.why
 
 
-def _choose(job: Job, where: Cluster, *, may_be_fewer: bool) -> Chosen:
+def _choose(job: Job, cluster: Cluster, *, may_be_fewer: bool) -> Chosen:
     try:
-        question = PlanningProblem.of(job, device=where.first_here)
+        problem = PlanningProblem.of(job, device=cluster.first_here)
     except Exception as error:  # the model may do anything when it is profiled
-        return Chosen(default_plan(job, len(where.devices)), f"it can't be priced: {error}".partition("\n")[0])
-    return _search(replace(question, may_be_fewer=may_be_fewer), where)
+        return Chosen(default_plan(job, len(cluster.devices)), f"it can't be priced: {error}".partition("\n")[0])
+    return _search(replace(problem, may_be_fewer=may_be_fewer), cluster)
 
 
-def _search(question: PlanningProblem, where: Cluster) -> Chosen:
+def _search(problem: PlanningProblem, cluster: Cluster) -> Chosen:
     """First by prediction alone, among plans that leave the model whole; then, where the run is long enough, by trying
     the best of all."""
-    answer = replace(question, may_split=False, times_operators=False).search(where)
-    budget_s = _budget_s(question.job, answer.chosen)
-    if answer.chosen is None or budget_s >= CUTTING_S:
-        answer = replace(question, times_operators=budget_s >= CUTTING_S).search(where)
+    plans = replace(problem, may_split=False, times_operators=False).search(cluster)
+    budget_s = _budget_s(problem.job, plans.chosen)
+    if plans.chosen is None or budget_s >= CUTTING_S:
+        plans = replace(problem, times_operators=budget_s >= CUTTING_S).search(cluster)
     if budget_s >= LEAST_S and not has_gpus():  # this process uses CUDA by now, and its forks can't
-        answer = calibrate_best(answer, partial(calibrate, question.job, where), budget_s=budget_s, worth=WORTH)
-    if answer.chosen is None:
-        raise nothing_fits(answer, "these devices", remedies(question, where))
-    return Chosen(answer.chosen.plan, reason(answer.chosen, answer.chosen), answer.chosen.estimate, question.profile)
+        plans = calibrate_best(plans, partial(calibrate, problem.job, cluster), budget_s=budget_s, worth=WORTH)
+    if plans.chosen is None:
+        raise nothing_fits(plans, "these devices", remedies(problem, cluster))
+    return Chosen(plans.chosen.plan, reason(plans.chosen, plans.chosen), plans.chosen.estimate, problem.profile)
 
 
 def _budget_s(job: Job, best: Candidate | None) -> float:

@@ -77,8 +77,8 @@ def _calibrated(candidate: Candidate, run: Callable[[Plan, float], Calibration])
     first = run(candidate.plan, candidate.estimate.step_s)
     if first.step_s <= candidate.estimate.high_s:
         return first
-    again = run(candidate.plan, candidate.estimate.step_s)
-    return min(first, again, key=lambda each: each.step_s)
+    second = run(candidate.plan, candidate.estimate.step_s)
+    return min(first, second, key=lambda each: each.step_s)
 
 
 def _next(plans: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
@@ -139,8 +139,8 @@ def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Cali
     warm = list(trial.pairs[WARM_UP_PAIRS:])
     room = round(MOST_IN_TURNS_S / (2 * trial.step_s)) - len(warm)
     if (more := min(more_pairs(warm), room)) > 0:
-        again = _tried(job, cluster, plan, 2 * (WARM_UP_PAIRS + more), in_turns=True)
-        warm += again.pairs[WARM_UP_PAIRS:]
+        second = _tried(job, cluster, plan, 2 * (WARM_UP_PAIRS + more), in_turns=True)
+        warm += second.pairs[WARM_UP_PAIRS:]
     gained = gain(warm)
     # The mean step is that of every other step with the gain.
     return Calibration(trial.step_s - gained.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), gained)
@@ -176,11 +176,11 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
 def _silence() -> Iterator[None]:
     """Nothing that this process says is heard, by whatever way it says it: rank 0's own stream has the terminal under
     another number."""
-    kept = {number: os.dup(number) for number in (1, 2)}
+    saved_descriptors = {number: os.dup(number) for number in (1, 2)}
     own_stream = sys.stderr if isinstance(sys.stderr, Tee) else None
     terminal = own_stream.terminal if own_stream is not None else None
     with open(os.devnull, "w") as nowhere:
-        for number in kept:
+        for number in saved_descriptors:
             os.dup2(nowhere.fileno(), number)
     if own_stream is not None:
         own_stream.terminal = io.StringIO()
@@ -191,6 +191,6 @@ def _silence() -> Iterator[None]:
             own_stream.terminal = terminal
         sys.stdout.flush()
         sys.stderr.flush()
-        for number, copy in kept.items():
+        for number, copy in saved_descriptors.items():
             os.dup2(copy, number)
             os.close(copy)

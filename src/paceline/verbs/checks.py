@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _DOCUMENT, _REMEMBERED = "checks", 1000  # in the cache of this machine; the latest so many
 
 
-def first_update(job: Job, source: JobFile | None, asked: Resolved, *, environment: Environment | None,
+def first_update(job: Job, source: JobFile | None, resolved: Resolved, *, environment: Environment | None,
                  timeout_s: float) -> FirstUpdate | None:
     """Check the plan's first update where that is possible and not known yet. None: one device does the job as it is.
 
@@ -34,40 +34,40 @@ def first_update(job: Job, source: JobFile | None, asked: Resolved, *, environme
     """
     from paceline.proof.first_update import FirstUpdate, check_first_update
 
-    if asked.plan.with_(deterministic="no") == Plan():
+    if resolved.plan.with_(deterministic="no") == Plan():
         return None
-    if (reason := _unchecked(asked, environment)) is not None:
+    if (reason := _unchecked(resolved, environment)) is not None:
         return FirstUpdate("unchecked", reason)
-    key = _key(source, asked) if source is not None else None
-    if key is not None and (known := _read().get(key)):
-        return FirstUpdate(known["verdict"], known["reason"])
-    if any(device.kind != "cpu" for device in asked.cluster.devices):
+    key = _key(source, resolved) if source is not None else None
+    if key is not None and (remembered := _read().get(key)):
+        return FirstUpdate(remembered["verdict"], remembered["reason"])
+    if any(device.kind != "cpu" for device in resolved.cluster.devices):
         return FirstUpdate("unchecked", "a check before a run is for CPU ranks alone; 'paceline verify' with --devices "
                            "compares the plan with one GPU, and a run of the same file on such GPUs then knows")
-    update = check_first_update(job, asked, timeout_s=timeout_s)
+    update = check_first_update(job, resolved, timeout_s=timeout_s)
     if key is not None and update.verdict != "unchecked":
         _remember(key, update.verdict, update.reason)
     return update
 
 
-def remember(source: JobFile, asked: Resolved, *, verdict: str, reason: str) -> None:
+def remember(source: JobFile, resolved: Resolved, *, verdict: str, reason: str) -> None:
     """Note what a certificate says, so that runs of the same job under the plan need no check."""
-    _remember(_key(source, asked), verdict, reason)
+    _remember(_key(source, resolved), verdict, reason)
 
 
-def _unchecked(asked: Resolved, environment: Environment | None) -> str | None:
+def _unchecked(resolved: Resolved, environment: Environment | None) -> str | None:
     """Why a plan is not checked; None if it is."""
-    if asked.plan.relaxed is not None:
-        return f"the plan is relaxed ({asked.plan.relaxed}) and can't equal one device"
+    if resolved.plan.relaxed is not None:
+        return f"the plan is relaxed ({resolved.plan.relaxed}) and can't equal one device"
     if environment is not None and environment.local_world_size < environment.world_size:
         return (f"{environment.launcher} started ranks on several hosts, and a check takes as many ranks on one; "
                 "'paceline verify' with this plan does so")
-    if any(device.is_limit for device in asked.cluster.devices):
+    if any(device.is_limit for device in resolved.cluster.devices):
         return "the ranks' memory has a limit, and one device holds several copies of the model for a check"
     return None
 
 
-def _key(source: JobFile, asked: Resolved) -> str:
+def _key(source: JobFile, resolved: Resolved) -> str:
     """A digest of all that decides what a first update is: the job's files and settings, the plan, the kinds of its
     devices, the versions.
 
@@ -75,8 +75,8 @@ def _key(source: JobFile, asked: Resolved) -> str:
     """
     digest = hashlib.sha256()
     identity = {"file": str(source.path), "function": source.function, "settings": dict(source.settings),
-                "plan": str(asked.plan), "shares": list(asked.shares),
-                "devices": sorted({device.name for device in asked.cluster.devices}),
+                "plan": str(resolved.plan), "shares": list(resolved.shares),
+                "devices": sorted({device.name for device in resolved.cluster.devices}),
                 "python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy"),
                 "paceline": _own_files()}
     digest.update(json.dumps(identity, sort_keys=True, default=str).encode())
@@ -106,6 +106,6 @@ def _read() -> dict[str, Any]:
 
 
 def _remember(key: str, verdict: str, reason: str) -> None:
-    known = {**_read(), key: {"verdict": verdict, "reason": reason, "time": time.time()}}
-    latest = sorted(known, key=lambda key: known[key]["time"])[-_REMEMBERED:]
-    cache.write(_DOCUMENT, "cpu", {key: known[key] for key in latest})
+    verdicts = {**_read(), key: {"verdict": verdict, "reason": reason, "time": time.time()}}
+    latest = sorted(verdicts, key=lambda key: verdicts[key]["time"])[-_REMEMBERED:]
+    cache.write(_DOCUMENT, "cpu", {key: verdicts[key] for key in latest})

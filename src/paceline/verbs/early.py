@@ -102,5 +102,5 @@ def _step(job: Job, plan: Plan) -> None:
     from paceline.runtime.recorded import recorded, refuse_to_split
 
     if job.models and plan.splits_model:
-        seen = recorded(job, TRIED_SAMPLES)
-        refuse_to_split(job, plan, in_losses=seen.in_losses, bare=seen.bare)
+        record = recorded(job, TRIED_SAMPLES)
+        refuse_to_split(job, plan, in_losses=record.in_losses, bare=record.bare)

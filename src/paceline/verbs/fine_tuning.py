@@ -70,7 +70,7 @@ class FineTuning:
 
     def smaller(self, cluster: Cluster) -> list[list[Attempt]]:
         """Changes of the job that need less memory, by kind, each from small to large."""
-        def asked(change: FineTuning) -> Any:
+        def attempt(change: FineTuning) -> Any:
             return lambda: (PlanningProblem.of(change.job(), device=cluster.first_here), cluster)
 
         halves = [replace(self, weights="bfloat16")] if self.dtype == "float32" else []
@@ -78,10 +78,10 @@ class FineTuning:
             replace(self, lora=rank) for rank in (self.lora // 2, self.lora // 4) if rank >= LOWEST_RANK]
         shorter = [replace(self, sequence=self.sequence // times) for times in (2, 4)
                    if self.sequence // times >= SHORTEST]
-        return [[("--weights bfloat16", asked(change)) for change in halves],
-                [(f"--lora {change.lora}" + (" --weights bfloat16" if self.lora is None else ""), asked(change))
+        return [[("--weights bfloat16", attempt(change)) for change in halves],
+                [(f"--lora {change.lora}" + (" --weights bfloat16" if self.lora is None else ""), attempt(change))
                  for change in adapters],
-                [(f"--sequence {change.sequence}", asked(change)) for change in shorter]]
+                [(f"--sequence {change.sequence}", attempt(change)) for change in shorter]]
 
     def _config(self) -> Any:
         transformers = _imported("transformers")

@@ -51,7 +51,7 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
         UsageError: no run folder, or a job without validation data.
         CheckpointError: no checkpoint that fits the job.
     """
-    job, asked, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
+    job, resolved, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
     if job.validation is None:
         raise UsageError("the job has no validation data to evaluate on", hint="give the Job validation=")
 
@@ -61,12 +61,12 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
         from paceline.runtime.evaluate import evaluate_step
         from paceline.runtime.products import float32_products
 
-        with repeatable(asked.plan), float32_products(job, context):
-            trained = load_trained(context, job, asked, Path(run))
+        with repeatable(resolved.plan), float32_products(job, context):
+            trained = load_trained(context, job, resolved, Path(run))
             options: Any = {"part": trained.part, "mesh": trained.mesh, "device": context.device, "beat": context.beat}
             figures = (evaluate_step(trained.model, trained.parts, job, job.validation, **options) if job.models else
                        evaluate_rank(trained.model, trained.layout, job, job.validation, **options))
-        return {"plan": str(asked.plan), "step": trained.checkpoint.step,
+        return {"plan": str(resolved.plan), "step": trained.checkpoint.step,
                 "samples": trained.checkpoint.document["samples"],
                 "validation_loss": figures.pop("loss"), "metrics": figures}
 
@@ -93,7 +93,7 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
     Raises:
         UsageError: an input that can't be read.
     """
-    job, asked, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
+    job, resolved, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
     predicting = _predicting(job, model)
     data = _Inputs(read_tensors(Path(input), float64=job.precision == "float64"))
     if len(data) == 0:
@@ -107,8 +107,8 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             from paceline.runtime.evaluate import outputs
             from paceline.runtime.products import float32_products
 
-            with repeatable(asked.plan), float32_products(job, context):
-                trained = load_trained(context, job, asked, Path(run))
+            with repeatable(resolved.plan), float32_products(job, context):
+                trained = load_trained(context, job, resolved, Path(run))
                 layout = trained.parts[predicting].layout if predicting else trained.layout
                 for number, outputs_of_batch in enumerate(outputs(trained.model, layout, job, data, part=trained.part,
                                                                   device=context.device)):
@@ -121,7 +121,8 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             if context.rank:
                 return {}
             shapes, path = _gather(Path(scratch), Path(run), Path(output) if output else None, trained.part)
-            return {"plan": str(asked.plan), "step": trained.checkpoint.step, "samples": len(data), "output": str(path),
+            return {"plan": str(resolved.plan), "step": trained.checkpoint.step,
+                    "samples": len(data), "output": str(path),
                     "shapes": shapes}
 
         predicted: dict[str, Any] = place.run(body, run_dir=None)
@@ -141,13 +142,13 @@ def _predicting(job: Job, model: str | None) -> str | None:
 def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
           timeout_s: float) -> tuple[Job, Resolved, Launcher]:
     source = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
-    given = Plan.read(plan) if plan is not None else Plan.read(folder.read_document(run_dir, folder.PLAN)["plan"])
+    forwards = Plan.read(plan if plan is not None else folder.read_document(run_dir, folder.PLAN)["plan"]).of_forwards()
     job, environment = source.load(), current()
-    asked = resolve(job, given.of_forwards().with_microbatches(1), devices=devices, environment=environment)
-    return job, asked, Launcher(environment, asked.cluster.devices, timeout_s=timeout_s)
+    resolved = resolve(job, forwards.with_microbatches(1), devices=devices, environment=environment)
+    return job, resolved, Launcher(environment, resolved.cluster.devices, timeout_s=timeout_s)
 
 
-def load_trained(context: RankContext, job: Job, asked: Resolved, run_dir: Path) -> Trained:
+def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Path) -> Trained:
     """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
     from paceline.runtime import state
     from paceline.runtime.loop import part_of
@@ -155,16 +156,16 @@ def load_trained(context: RankContext, job: Job, asked: Resolved, run_dir: Path)
     from paceline.runtime.prepare import prepare_job
     from paceline.strategies.mesh import Mesh
 
-    mesh = Mesh.of(asked.plan, context.rank)
+    mesh = Mesh.of(resolved.plan, context.rank)
     mesh.connect()
-    options: Any = {"plan": asked.plan, "mesh": mesh, "device": context.device}
+    options: Any = {"plan": resolved.plan, "mesh": mesh, "device": context.device}
     prepared, parts = prepare_models(job, **options) if job.models else (prepare_job(job, **options), {})
     model, layout = prepared.model, prepared.layout
     checkpoint = state.choose_checkpoint(context, run_dir, accept=lambda saved: state.model_mismatch(model, saved))
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
     state.load_weights(model, dict(layout.module.named_parameters()), checkpoint)
-    return Trained(model, layout, mesh, part_of(asked.plan, mesh, asked.shares), checkpoint, parts)
+    return Trained(model, layout, mesh, part_of(resolved.plan, mesh, resolved.shares), checkpoint, parts)
 
 
 class _Inputs:
@@ -235,13 +236,14 @@ def _gather(scratch: Path, run_dir: Path, output: Path | None, part: DataShard) 
     from paceline.runtime.checkpoint.dtypes import load_tensors, save_tensors
 
     pieces = [load_tensors(path) for path in sorted(scratch.glob("*.safetensors"))]
-    whole = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-    single = list(whole) == ["output"]
+    stacked = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    single = list(stacked) == ["output"]
     path = output or run_dir / ("predictions.npy" if single else "predictions.safetensors")
     if path.suffix == ".npy" and single:
-        np.save(path, whole["output"].numpy(), allow_pickle=False)
+        np.save(path, stacked["output"].numpy(), allow_pickle=False)
     elif path.suffix == ".safetensors":
-        save_tensors(path, whole)
+        save_tensors(path, stacked)
     else:
-        raise UsageError(f"can't write {len(whole)} outputs to {path}", hint="a .npy file holds one, .safetensors any")
-    return {name: list(tensor.shape) for name, tensor in whole.items()}, path
+        raise UsageError(f"can't write {len(stacked)} outputs to {path}",
+                         hint="a .npy file holds one, .safetensors any")
+    return {name: list(tensor.shape) for name, tensor in stacked.items()}, path

@@ -20,14 +20,14 @@ from paceline.verbs.train import train
 
 def main() -> None:
     """Train, and say how it ended."""
-    given, parent_pid = json.loads(sys.argv[1]), int(sys.argv[2])
+    order, parent_pid = json.loads(sys.argv[1]), int(sys.argv[2])
     die_with(parent_pid)
     out = os.dup(1)
     os.dup2(2, 1)  # what the job prints is for people
     answer: dict[str, str | None] = {}
     code = 0
     try:
-        train(JobFile.from_dict(given["job"]), table=False, **given["options"])
+        train(JobFile.from_dict(order["job"]), table=False, **order["options"])
     except RankFailed as failed:
         answer = {"failure": failed.failure.to_json(), "log": str(failed.log) if failed.log else None}
         code = failed.exit_code

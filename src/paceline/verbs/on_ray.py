@@ -58,24 +58,24 @@ class RayRun:
     timeout_s: float
 
     @classmethod
-    def of(cls, where: str, source: JobFile | None, job: Job, plan: str | Plan | None, *, run: str | Path | None,
+    def of(cls, on: str, source: JobFile | None, job: Job, plan: str | Plan | None, *, run: str | Path | None,
            timeout_s: float, options: Mapping[str, Any]) -> RayRun:
         """
         Raises:
             UsageError: the request makes no sense. ClusterError: no cluster answers, or it has too few devices.
         """
-        address = _address(where)
+        address = _address(on)
         if source is None:
-            raise UsageError(f"on='{where}' needs the job's file, which the nodes load; a job can't be sent to them",
+            raise UsageError(f"on='{on}' needs the job's file, which the nodes load; a job can't be sent to them",
                              hint='train("job.py", ...)')
         if options.get("devices") is not None:
             raise UsageError(f"devices '{options['devices']}' are of this machine; on Ray's nodes a rank runs on what "
                              "Ray gives it", hint="leave --devices out: Ray gives each rank a GPU, or a CPU")
         if "RANK" in os.environ or hosts.host() is not None:
             raise UsageError("this process is one of several that a launcher started, and Ray starts ranks itself",
-                             hint=f"run the command once, or leave --on {where} out")
+                             hint=f"run the command once, or leave --on {on} out")
         if plan is not None and is_auto(plan):
-            raise UsageError(f"plan 'auto' on {where}: plans are tried before ranks start, on their devices",
+            raise UsageError(f"plan 'auto' on {on}: plans are tried before ranks start, on their devices",
                              hint="paceline plan FILE --cluster says which plan is the fastest; name it")
         nodes = find_nodes(address)
         procs = options.get("procs")
@@ -109,15 +109,15 @@ class RayRun:
         return Result(folder.read_summary(self.run_dir), self.run_dir, job)
 
 
-def _address(where: str) -> str:
+def _address(on: str) -> str:
     """Of the cluster's head, from "ray" or "ray:HOST:PORT".
 
     Raises:
         UsageError: something else.
     """
-    kind, _, address = where.partition(":")
+    kind, _, address = on.partition(":")
     if kind != "ray":
-        raise UsageError(f"--on {where}: there is no such cluster", hint="--on ray, or --on ray:HOST:PORT of its head")
+        raise UsageError(f"--on {on}: there is no such cluster", hint="--on ray, or --on ray:HOST:PORT of its head")
     return address or "auto"
 
 

@@ -31,10 +31,10 @@ def _repository(directory: Path) -> dict[str, Any] | None:
     """commit: of HEAD. modified: files that git knows and that differ from it."""
     command = ["git", "-C", str(directory), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    words = [line.split(" ") for line in asked.stdout.splitlines()]
+    words = [line.split(" ") for line in completed.stdout.splitlines()]
     branch = {word[1]: " ".join(word[2:]) for word in words if word[0] == "#"}
     return {"commit": branch.get("branch.oid"), "branch": branch.get("branch.head"),
             "modified": sum(word[0] != "#" for word in words)}

@@ -18,7 +18,7 @@ from paceline.jobfile import AnyJob, open_job
 from paceline.launch.fork import in_a_fork
 from paceline.launch.imports import without_collector
 from paceline.planner.estimate import Estimate, NotPriced
-from paceline.planner.fit import set_aside, taken
+from paceline.planner.fit import reduced_memory, set_aside
 from paceline.planner.goodput import Goodput, outlook
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import Candidate, RankedPlans, compiling, reason
@@ -159,15 +159,16 @@ def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed:
     """
     if price_per_hour is not None and not 0 < price_per_hour < float("inf"):
         raise UsageError(f"price_per_hour must be a number above 0, got {price_per_hour}")
-    asked = Planned.of(job)
-    where = with_links(Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
-    named = cluster if isinstance(cluster, str) else f"{len(where.devices)} devices"
+    planned = Planned.of(job)
+    target = with_links(Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
+    named = cluster if isinstance(cluster, str) else f"{len(target.devices)} devices"
 
     def answer() -> Answer:
         # Ranks are started on devices that are here alone, and would go on without the collector.
-        with without_collector() if where.nodes else nullcontext():
-            return _answer(asked, where, named, relaxed=relaxed, price_per_hour=price_per_hour, mtbf_hours=mtbf_hours,
-                           checkpoint_bytes_per_s=checkpoint_bytes_per_s, calibrate_s=calibrate_s)
+        with without_collector() if target.nodes else nullcontext():
+            return _answer(planned, target, named, relaxed=relaxed, price_per_hour=price_per_hour,
+                           mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s,
+                           calibrate_s=calibrate_s)
 
     if not has_gpus():
         return answer()
@@ -175,19 +176,19 @@ def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed:
     return answered
 
 
-def _answer(asked: Planned, where: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
+def _answer(planned: Planned, cluster: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
             mtbf_hours: float | None, checkpoint_bytes_per_s: float, calibrate_s: float) -> Answer:
     """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
-    loaded = asked.job
-    problem = PlanningProblem.of(loaded, price_per_hour, device=where.first_here)
-    ranking = problem.search(where, may_relax=relaxed)
+    loaded = planned.job
+    problem = PlanningProblem.of(loaded, price_per_hour, device=cluster.first_here)
+    ranking = problem.search(cluster, may_relax=relaxed)
     if not ranking.ranked and not ranking.too_large:
         why = "; ".join(f"{kind}: {text}" for kind, text in ranking.refused.items())
         raise PlanError(f"no plan could be priced: {why}")
-    if not where.nodes and not has_gpus():
-        ranking = calibrate_best(ranking, partial(calibrate, loaded, where), budget_s=calibrate_s)
+    if not cluster.nodes and not has_gpus():
+        ranking = calibrate_best(ranking, partial(calibrate, loaded, cluster), budget_s=calibrate_s)
     chosen = ranking.chosen
-    notes = list(dict.fromkeys((*where.assumptions, *problem.profile.notes,
+    notes = list(dict.fromkeys((*cluster.assumptions, *problem.profile.notes,
                                 *(note for candidate in ranking.ranked for note in candidate.estimate.notes))))
     if loaded.step is not None:
         notes.append("each model is priced as run once forward and, where it is trained, backward; a step that runs "
@@ -195,22 +196,23 @@ def _answer(asked: Planned, where: Cluster, named: str, *, relaxed: bool, price_
     if problem.pieces.problem:
         notes.append(f"plans that split the model are left out: {problem.pieces.problem}")
     notes += _of_devices((*ranking.ranked, *ranking.too_large), chosen)
-    if where.link_of_all.source:
-        notes.append(f"links between GPUs: {where.link_of_all.bytes_per_s / 1e9:.3g} GB/s, {where.link_of_all.source}")
-    if not where.nodes and has_gpus():
+    if (link := cluster.link_of_all).source:
+        notes.append(f"links between GPUs: {link.bytes_per_s / 1e9:.3g} GB/s, {link.source}")
+    if not cluster.nodes and has_gpus():
         notes.append("no plan was tried: where there are GPUs, plans are compared by prediction alone")
-    return Answer(named, loaded.batch, ranking, tuple(problem.flips(ranking, where)), tuple(notes),
-                  problem.is_priced(where), remedies(problem, where, asked.smaller(where)) if chosen is None else (),
-                  _advice(problem, chosen, where),
+    return Answer(named, loaded.batch, ranking, tuple(problem.flips(ranking, cluster)), tuple(notes),
+                  problem.is_priced(cluster),
+                  remedies(problem, cluster, planned.smaller(cluster)) if chosen is None else (),
+                  _advice(problem, chosen, cluster),
                   None if mtbf_hours is None or chosen is None else outlook(
                       problem.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s,
-                      is_on_cpus=not where.nodes and all(device.kind == "cpu" for device in where.devices),
-                      is_one_host=not where.nodes or chosen.plan.world_size <= len(where.nodes[0].devices)))
+                      is_on_cpus=not cluster.nodes and all(device.kind == "cpu" for device in cluster.devices),
+                      is_one_host=not cluster.nodes or chosen.plan.world_size <= len(cluster.nodes[0].devices)))
 
 
 def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
     """What GPUs that are here don't have for tensors: what others hold, and what the chosen plan's ranks give away."""
-    notes = taken(need for candidate in candidates for need in candidate.estimate.needs)
+    notes = reduced_memory(need for candidate in candidates for need in candidate.estimate.needs)
     aside = set_aside(max(chosen.estimate.needs, key=lambda need: need.total_bytes)) if chosen is not None else ""
     return [*notes, aside] if aside else notes
 
@@ -221,7 +223,8 @@ def nothing_fits(ranking: RankedPlans, cluster: str, changes: Sequence[Remedy] =
     return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
                      f"{nearest[0].missing_bytes:,} bytes over",
                      hint="\n".join([*(f"'{candidate.plan}': {reason(candidate, candidate)}" for candidate in nearest),
-                                     *taken(need for candidate in nearest for need in candidate.estimate.needs),
+                                     *reduced_memory(need for candidate in nearest
+                                                     for need in candidate.estimate.needs),
                                      *([f"what would fit, the least change first: {changes[0]}",
                                         *map(str, changes[1:])] if changes else [])]))
 
@@ -233,9 +236,9 @@ def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster
     if chosen is None or precision is None:
         return None
     try:
-        asked = PlanningProblem.of(replace(problem.job, precision=precision), device=cluster.first_here,
-                                   like=problem)
-        other = asked.price(chosen.plan, cluster)
+        other_problem = PlanningProblem.of(replace(problem.job, precision=precision), device=cluster.first_here,
+                                           like=problem)
+        other = other_problem.price(chosen.plan, cluster)
         off = chosen.estimate.step_s / problem.price(chosen.plan, cluster).step_s
     except (PlanError, NotPriced) as error:
         return Advice(precision, str(error).partition("\n")[0])

@@ -50,9 +50,9 @@ def _chosen(answer: Answer, chosen: Candidate) -> Iterator[str]:
 
 def _shown(plans: RankedPlans) -> list[Candidate]:
     """The best of each kind, then the fastest of all, in order."""
-    kept = [*best_of_each_kind(plans.ranked), *plans.too_large]
-    more = [candidate for candidate in plans.ranked if candidate not in kept]
-    listed = [*kept, *more[:max(0, SHOWN - len(kept))]]
+    best_and_nearest = [*best_of_each_kind(plans.ranked), *plans.too_large]
+    more = [candidate for candidate in plans.ranked if candidate not in best_and_nearest]
+    listed = [*best_and_nearest, *more[:max(0, SHOWN - len(best_and_nearest))]]
     return sorted(listed, key=lambda candidate: (not candidate.estimate.fits, candidate.step_cost))
 
 

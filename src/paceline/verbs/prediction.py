@@ -40,7 +40,7 @@ class Priced:
     """
 
     job: Job
-    asked: Resolved
+    resolved: Resolved
     snapshot: bool
     profile: Profile | None = None
     split: SplitPrices | None = None
@@ -48,7 +48,7 @@ class Priced:
     problem: str = ""
 
 
-def price(job: Job, asked: Resolved, chosen: Chosen, *, snapshot: bool) -> Priced:
+def price(job: Job, resolved: Resolved, chosen: Chosen, *, snapshot: bool) -> Priced:
     """Refuse a plan that doesn't fit where memory has a limit: one that the user set, or a GPU's.
 
     Elsewhere nothing of the job runs in this process before its ranks have started, but for a plan that was chosen.
@@ -56,8 +56,8 @@ def price(job: Job, asked: Resolved, chosen: Chosen, *, snapshot: bool) -> Price
     Raises:
         PlanError: a rank needs more memory than its device has; with the ledger and the plans that fit.
     """
-    priced = Priced(job, asked, snapshot, chosen.profile, estimate=chosen.estimate)
-    if not any(device.is_limit or device.kind == "cuda" for device in asked.cluster.devices):
+    priced = Priced(job, resolved, snapshot, chosen.profile, estimate=chosen.estimate)
+    if not any(device.is_limit or device.kind == "cuda" for device in resolved.cluster.devices):
         return priced
     if not has_gpus():
         return _checked(priced)
@@ -65,10 +65,10 @@ def price(job: Job, asked: Resolved, chosen: Chosen, *, snapshot: bool) -> Price
     def look() -> Any:
         from paceline.planner.ranks import gpu_rates
 
-        if asked.cluster.devices[-1].kind == "cuda":
+        if resolved.cluster.devices[-1].kind == "cuda":
             # Kept for the prediction: once ranks run, a measurement would be in their way.
             with suppress(RuntimeError):
-                gpu_rates(asked.cluster.devices[-1])
+                gpu_rates(resolved.cluster.devices[-1])
         checked = _checked(priced)
         return plain((checked.problem, checked.profile))
 
@@ -85,12 +85,13 @@ def _checked(priced: Priced) -> Priced:
     from paceline.planner.fit import check_fits
     from paceline.planner.pieces import LazyPieces
 
-    job, asked = priced.job, priced.asked
+    job, resolved = priced.job, priced.resolved
     priced = _profiled(priced)
     if priced.profile is None:
         return priced
     try:
-        check_fits(job, asked.plan, asked.cluster, priced.profile, priced.split or LazyPieces(job, priced.profile),
+        check_fits(job, resolved.plan, resolved.cluster, priced.profile,
+                   priced.split or LazyPieces(job, priced.profile),
                    snapshot=priced.snapshot)
     except PlanError:
         raise
@@ -113,8 +114,8 @@ def _profiled(priced: Priced) -> Priced:
 
     try:
         priced = replace(priced, job=as_priced(priced.job))
-        profile = priced.profile or profile_job(priced.job, device=priced.asked.cluster.first_here)
-        split = SplitJob(priced.job, profile) if priced.asked.plan.splits_model else None
+        profile = priced.profile or profile_job(priced.job, device=priced.resolved.cluster.first_here)
+        split = SplitJob(priced.job, profile) if priced.resolved.plan.splits_model else None
     except Exception as error:  # the model may do anything when it is profiled
         return _without_price(priced, error)
     return replace(priced, profile=profile, split=split)
@@ -139,7 +140,7 @@ def _predict(priced: Priced, run_dir: Path) -> None:
         return
     times: dict[str, float | None] = {"step_s": estimate.step_s, "step_s_low": estimate.low_s,
                                       "step_s_high": estimate.high_s}
-    if priced.asked.cluster.are_shared:
+    if priced.resolved.cluster.are_shared:
         times = dict.fromkeys(times)
     write_json(run_dir / folder.PREDICTED, {
         **times,
@@ -155,9 +156,9 @@ def _estimate(priced: Priced) -> Estimate | None:
         priced = _profiled(priced)
     if priced.profile is None:
         return None
-    job, asked = priced.job, priced.asked
+    job, resolved = priced.job, priced.resolved
     try:
-        return estimate(priced.profile, asked.plan, with_links(asked.cluster, measure=False), batch=job.batch,
+        return estimate(priced.profile, resolved.plan, with_links(resolved.cluster, measure=False), batch=job.batch,
                         precision=job.precision, split=priced.split, snapshot=priced.snapshot,
                         times_operators=False)
     except Exception as error:  # as above
@@ -230,7 +231,7 @@ def _what_would_fit(priced: Priced) -> str:
     if priced.profile is None:
         return f"no ledger: {priced.problem}"
     try:
-        return smallest_change(priced.job, priced.asked.plan, priced.asked.cluster, priced.profile,
+        return smallest_change(priced.job, priced.resolved.plan, priced.resolved.cluster, priced.profile,
                                priced.split or LazyPieces(priced.job, priced.profile), snapshot=priced.snapshot)
     except Exception as error:  # as above
         return f"no ledger: {error}"

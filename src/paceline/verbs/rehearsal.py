@@ -160,38 +160,39 @@ def rehearse(job: AnyJob, plan: str | Plan | None = None, faults: Sequence[Fault
                                "recheck_every": request.pop("recheck_every", None),
                                "save_every": save_every or max(1, loaded.total_steps // SAVES)}
 
-    def ask(given: str | Plan | None) -> TrainRequest:
-        return TrainRequest.of(loaded, source, given, **request)
+    def ask(other_plan: str | Plan | None) -> TrainRequest:
+        return TrainRequest.of(loaded, source, other_plan, **request)
 
-    asked = ask(plan)
-    world_size = asked.asked.plan.world_size
+    train_request = ask(plan)
+    world_size = train_request.resolved.plan.world_size
     script = [*(Fault.read(fault) if isinstance(fault, str) else fault for fault in faults),
               *draw(random, seed=seed, world_size=world_size, steps=loaded.total_steps)]
     for fault in script:
         if fault.rank >= world_size:
             raise UsageError(f"'{fault}' names {'host' if fault.kind == 'cut' else 'rank'} {fault.rank}, and the plan "
-                             f"{asked.asked.plan} has {world_size} ranks, from 0")
-    where = Path(run) if run is not None else folder.fresh_name(f"rehearse-{source.path.stem if source else 'job'}")
+                             f"{train_request.resolved.plan} has {world_size} ranks, from 0")
+    base_dir = Path(run) if run is not None else folder.fresh_name(f"rehearse-{source.path.stem if source else 'job'}")
     cuts = any(fault.kind == "cut" for fault in script)
-    launch: Launch = partial(_launch_on_hosts, ask, asked.asked.plan) if cuts else partial(_launch, asked)
-    return _rehearsed(asked.asked.plan, launch, ask, where, script, options)
+    plan_of_run = train_request.resolved.plan
+    launch: Launch = partial(_launch_on_hosts, ask, plan_of_run) if cuts else partial(_launch, train_request)
+    return _rehearsed(plan_of_run, launch, ask, base_dir, script, options)
 
 
-def _rehearsed(plan: Plan, launch: Launch, ask: Callable[[Plan], TrainRequest], where: Path, faults: Sequence[Fault],
+def _rehearsed(plan: Plan, launch: Launch, ask: Callable[[Plan], TrainRequest], base_dir: Path, faults: Sequence[Fault],
                options: dict[str, Any]) -> Rehearsal:
     """Both runs, the one under faults resumed until it ends, or until no fault is left that could have ended it."""
-    _undisturbed(launch, where / "undisturbed", options)
-    run_dir, codes, messages = where / "disturbed", list[int](), list[str]()
+    _undisturbed(launch, base_dir / "undisturbed", options)
+    run_dir, codes, messages = base_dir / "disturbed", list[int](), list[str]()
     while not codes or (codes[-1] and len(codes) <= len(faults)):
         code, message = launch(run_dir, {**options, "faults": tuple(faults), "resume": bool(codes)})
         codes.append(code)
         if code:
             messages.append(message)
-    weights, difference = _compared(where / "undisturbed", run_dir)
-    roundings = [_rounding(ask(other), where, number, options)
+    weights, difference = _compared(base_dir / "undisturbed", run_dir)
+    roundings = [_rounding(ask(other), base_dir, number, options)
                  for number, other in enumerate(_other_plans(run_dir, plan)) if weights == "different"]
     return Rehearsal(str(plan), plan.relaxed is None, not codes[-1], _effects(run_dir, faults), tuple(codes),
-                     tuple(messages), audit(run_dir), weights, difference, _trained_s(where / "undisturbed"),
+                     tuple(messages), audit(run_dir), weights, difference, _trained_s(base_dir / "undisturbed"),
                      _trained_s(run_dir), max(roundings, default=None))
 
 
@@ -221,11 +222,11 @@ def _other_plans(run_dir: Path, plan: Plan) -> list[Plan]:
             if text != str(plan)]
 
 
-def _rounding(asked: TrainRequest, where: Path, number: int, options: dict[str, Any]) -> float:
+def _rounding(request: TrainRequest, base_dir: Path, number: int, options: dict[str, Any]) -> float:
     """How far the weights of an undisturbed run under another plan are from those of the undisturbed run."""
-    other = where / f"other-plan-{number + 1}"
-    _undisturbed(partial(_launch, asked), other, options)
-    return _compared(where / "undisturbed", other)[1] or 0.0
+    other = base_dir / f"other-plan-{number + 1}"
+    _undisturbed(partial(_launch, request), other, options)
+    return _compared(base_dir / "undisturbed", other)[1] or 0.0
 
 
 def _launch_on_hosts(ask: Callable[[Plan], TrainRequest], plan: Plan, run_dir: Path,
@@ -242,27 +243,27 @@ def _launch_on_hosts(ask: Callable[[Plan], TrainRequest], plan: Plan, run_dir: P
     return HostsRehearsal(plan, train, run_dir, faults, options["timeout_s"], restarts).launch()
 
 
-def _launch(asked: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tuple[int, str]:
+def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tuple[int, str]:
     """Train in a process of its own, as faults may kill it. Returns its exit code and what it ended with."""
     end_openmp_threads()
-    ours, theirs = multiprocessing.Pipe(duplex=False)
+    parent_end, child_end = multiprocessing.Pipe(duplex=False)
     process: Any = multiprocessing.get_context("fork").Process(target=_be_launcher,
-                                                               args=(asked, run_dir, options, theirs, os.getpid()))
+                                                               args=(request, run_dir, options, child_end, os.getpid()))
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        message: str = json.loads(ours.recv_bytes())
+        message: str = json.loads(parent_end.recv_bytes())
     except EOFError:
         message = ""
     process.join()
     return process.exitcode, message or f"it was ended by signal {-process.exitcode}"
 
 
-def _be_launcher(asked: TrainRequest, run_dir: Path, options: dict[str, Any], answer: Connection,
+def _be_launcher(request: TrainRequest, run_dir: Path, options: dict[str, Any], answer: Connection,
                  parent_pid: int) -> None:
     die_with(parent_pid)
     try:
-        asked.train(run_dir, **options)
+        request.train(run_dir, **options)
     except PacelineError as error:
         answer.send_bytes(json.dumps(" ".join(str(error).splitlines()[:2])).encode())
         os._exit(error.exit_code)
@@ -272,17 +273,17 @@ def _be_launcher(asked: TrainRequest, run_dir: Path, options: dict[str, Any], an
 
 def _effects(run_dir: Path, faults: Sequence[Fault]) -> tuple[Effect, ...]:
     """By the time of each fault and of each step that was recorded."""
-    known, steps = struck(run_dir), _recorded(run_dir)
+    strikes, steps = struck(run_dir), _recorded(run_dir)
     effects = []
     for number, fault in enumerate(faults):
-        if number not in known:
+        if number not in strikes:
             effects.append(Effect(str(fault)))
             continue
-        at_s = known[number]["time"]
+        at_s = strikes[number]["time"]
         after = [(step, time_s - at_s) for step, time_s in steps if time_s > at_s]
-        effects.append(Effect(str(fault), known[number]["step"], known[number]["phase"],
+        effects.append(Effect(str(fault), strikes[number]["step"], strikes[number]["phase"],
                               after[0][1] if after else None,
-                              next((late_s for step, late_s in after if step >= known[number]["step"]), None)))
+                              next((late_s for step, late_s in after if step >= strikes[number]["step"]), None)))
     return tuple(effects)
 
 

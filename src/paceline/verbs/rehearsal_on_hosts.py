@@ -64,22 +64,22 @@ class HostsRehearsal:
         standing = Standing(members=frozenset(range(self.plan.world_size)), has_ended=False)
         for fault in sorted(self.faults, key=lambda fault: fault.step):
             if fault.kind == "cut" and fault.heals_s is None and fault.rank in standing.members:
-                left = standing.members - {fault.rank}
-                if not standing.is_enough(left):
-                    raise UsageError(f"'{fault}' leaves {len(left)} of {len(standing.members)} hosts, which is no "
+                remaining = standing.members - {fault.rank}
+                if not standing.is_enough(remaining):
+                    raise UsageError(f"'{fault}' leaves {len(remaining)} of {len(standing.members)} hosts, which is no "
                                      "majority, and they may not go on",
                                      hint=f"{fault}+SECONDS, after which it is back, or a plan of more ranks")
-                keeper = standing.keeper if standing.keeper in left else min(left)
-                standing = replace(standing, members=left, keeper=keeper)
+                keeper = standing.keeper if standing.keeper in remaining else min(remaining)
+                standing = replace(standing, members=remaining, keeper=keeper)
         resized(self.plan, self.plan.world_size - len(self.lost))
 
     def _start(self, index: int, host: NetworkHost, address: str) -> tuple[Any, Connection]:
-        ours, theirs = multiprocessing.Pipe(duplex=False)
+        parent_end, child_end = multiprocessing.Pipe(duplex=False)
         process: Any = multiprocessing.get_context("fork").Process(
-            target=self._be_host, args=(index, host, address, theirs, os.getpid()))
+            target=self._be_host, args=(index, host, address, child_end, os.getpid()))
         process.start()
-        theirs.close()
-        return process, ours
+        child_end.close()
+        return process, parent_end
 
     def _be_host(self, index: int, host: NetworkHost, address: str, answer: Connection, parent_pid: int) -> None:
         """In the host's process."""

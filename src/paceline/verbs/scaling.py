@@ -119,13 +119,13 @@ def scale(job: AnyJob, cluster: Cluster | str, counts: str = "1..1024", *, relax
         ClusterError: the cluster can't be read, or not be resized.
     """
     numbers = parse_counts(counts)
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    where.resized(1)
+    target = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    target.resized(1)
     _, loaded = open_job(job)
 
     def points() -> tuple[Point, ...]:
-        problem = PlanningProblem.of(loaded, device=where.first_here)
-        return tuple(_point(problem, where, count, relaxed=relaxed) for count in numbers)
+        problem = PlanningProblem.of(loaded, device=target.first_here)
+        return tuple(_point(problem, target, count, relaxed=relaxed) for count in numbers)
 
     return Scaling(cluster if isinstance(cluster, str) else "the cluster", loaded.batch,
                    value_of(apart_from_cuda(lambda: plain(points()))))

@@ -131,9 +131,9 @@ def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, site:
         return plan
     if plan == AUTO:
         return lambda params: AUTO
-    given = Plan.read(plan) if plan is not None else Plan()
-    site.check(given)
-    return lambda params: str(given)
+    fixed = Plan.read(plan) if plan is not None else Plan()
+    site.check(fixed)
+    return lambda params: str(fixed)
 
 
 def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
@@ -144,15 +144,15 @@ def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
 
     def checked(trial: Any) -> Mapping[str, Any]:
         try:
-            given = define(trial)
+            params = define(trial)
         except Exception as error:  # the user's code may raise anything
             raise JobError(f"the space raised {type(error).__name__} at {user_frames(error)[0]}: {error}") from error
-        known = function.parameters()
-        if not isinstance(given, Mapping) or (unknown := [name for name in given if name not in known]):
-            what = f"{unknown[0]}" if isinstance(given, Mapping) else type(given).__name__
-            raise JobError(f"the space gave {what}; it must return a dict of parameters of {function.name}(): "
-                           f"{', '.join(known)}")
-        return given
+        parameters = function.parameters()
+        if not isinstance(params, Mapping) or (unknown := [name for name in params if name not in parameters]):
+            wrong = f"{unknown[0]}" if isinstance(params, Mapping) else type(params).__name__
+            raise JobError(f"the space gave {wrong}; it must return a dict of parameters of {function.name}(): "
+                           f"{', '.join(parameters)}")
+        return params
 
     return checked
 

@@ -96,7 +96,7 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
     source, loaded = open_job(job)
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
-    given = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
+    plan_to_run = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
     if spares and on is not None:
         raise UsageError(f"spares={spares} with on={on}: Ray gives the ranks of a lost node a place by itself",
                          hint="leave spares out")
@@ -106,7 +106,7 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
     if on is not None:
         from paceline.verbs.on_ray import RayRun
 
-        result = RayRun.of(on, source, loaded, given, run=run, timeout_s=timeout_s, options={
+        result = RayRun.of(on, source, loaded, plan_to_run, run=run, timeout_s=timeout_s, options={
             "devices": devices, "procs": procs, "memory": memory, "steps": steps, "save_every": save_every,
             "keep": keep, "trace": trace, "resume": resume, "loader_workers": loader_workers, "timeout_s": timeout_s,
             "check": check, "log": log, "on_spike": on_spike,
@@ -115,7 +115,8 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         if loader_workers is None:
             loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
         loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
-        request = TrainRequest.of(loaded, source, given, devices=devices, procs=procs, memory=memory, spares=spares)
+        request = TrainRequest.of(loaded, source, plan_to_run, devices=devices, procs=procs, memory=memory,
+                                  spares=spares)
         result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
                                keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace,
                                on_spike=action, recheck_every=recheck_every)
@@ -133,7 +134,7 @@ class TrainRequest:
 
     job: Job
     source: JobFile | None
-    asked: Resolved
+    resolved: Resolved
     chosen: Chosen
     by_name: bool
     spares: tuple[Device, ...] = ()
@@ -148,9 +149,9 @@ class TrainRequest:
         Raises:
             UsageError: the request makes no sense.
         """
-        by_name, kept = devices is not None, tuple[Device, ...]()
+        by_name, spare_devices = devices is not None, tuple[Device, ...]()
         if spares:
-            devices, kept = set_aside(spares, plan, devices=devices, procs=procs, environment=current())
+            devices, spare_devices = set_aside(spares, plan, devices=devices, procs=procs, environment=current())
         machine: Any = {"devices": devices, "procs": procs, "memory": memory, "environment": current()}
         if plan is None or is_auto(plan):
             from paceline.verbs.auto import choose
@@ -158,7 +159,7 @@ class TrainRequest:
             chosen = choose(job, plan, **machine)
         else:
             chosen = Chosen(Plan.read(plan))
-        return cls(job, source, resolve(job, chosen.plan, **machine), chosen, by_name, kept)
+        return cls(job, source, resolve(job, chosen.plan, **machine), chosen, by_name, spare_devices)
 
     def train(self, run: str | Path | None, *, timeout_s: float = 300.0, restarts: int | None = None,
               check: bool = True, follow: Follow | None = None, **options: Any) -> Result:
@@ -181,30 +182,31 @@ class TrainRequest:
         from paceline.strategies.compose import load
         from paceline.verbs.early import refuse_early
 
-        job, asked, chosen = self.job, self.asked, self.chosen
-        refuse_unwatched(options.get("on_spike"), job, asked.plan, saves=options.get("save_every") is not None)
-        refuse_unchecked(options.get("recheck_every"), job, asked.plan)
-        load(asked.plan)
-        priced = price(job, asked, chosen, snapshot=options.get("save_every") is not None)
-        launcher = Launcher(current(), asked.cluster.devices, timeout_s=timeout_s,
-                            fault_policy=replace(fault_policy(asked.plan), spares=self.spares))
-        launcher.agree("job", lambda: str(refuse_early(job, asked.plan)))
+        job, resolved, chosen = self.job, self.resolved, self.chosen
+        refuse_unwatched(options.get("on_spike"), job, resolved.plan, saves=options.get("save_every") is not None)
+        refuse_unchecked(options.get("recheck_every"), job, resolved.plan)
+        load(resolved.plan)
+        priced = price(job, resolved, chosen, snapshot=options.get("save_every") is not None)
+        launcher = Launcher(current(), resolved.cluster.devices, timeout_s=timeout_s,
+                            fault_policy=replace(fault_policy(resolved.plan), spares=self.spares))
+        launcher.agree("job", lambda: str(refuse_early(job, resolved.plan)))
         is_again = launcher.environment is not None and launcher.environment.num_starts > 1
         is_resumed = options.get("resume", False) or is_again
         run_dir = Path(launcher.agree("run folder", lambda: self._claim(
             claims, run, resume=is_resumed, lost_s=timeout_s if is_again else 0.0)))
         if launcher.is_first:
-            print(_banner(job, asked, chosen.why, run_dir, by_name=self.by_name), file=sys.stderr, flush=True)
-        checked = _checked(job, self.source, asked, launcher) if check else None
+            print(_banner(job, resolved, chosen.why, run_dir, by_name=self.by_name), file=sys.stderr, flush=True)
+        checked = _checked(job, self.source, resolved, launcher) if check else None
         controller: RunController | None = None
         control: AbstractContextManager[None] = nullcontext()
         if job.callbacks:
             from paceline.callbacks.controller import RunController, controlled
 
-            controller = RunController(job.callbacks, job, plan=str(asked.plan), folder=run_dir,
+            controller = RunController(job.callbacks, job, plan=str(resolved.plan), folder=run_dir,
                                        save_every=options.get("save_every"))
             control = controlled(controller, speaks=launcher.is_first)
-        settings = Settings(run_dir=run_dir, shares=asked.shares, devices=devices_of(asked.plan, asked.cluster),
+        settings = Settings(run_dir=run_dir, shares=resolved.shares,
+                            devices=devices_of(resolved.plan, resolved.cluster),
                             controller=controller, **options)
 
         launcher_pid = os.getpid()
@@ -216,15 +218,15 @@ class TrainRequest:
                 context.faults = FaultInjector(settings.faults, rank=context.rank, run_dir=run_dir,
                                                launcher_pid=launcher_pid)
             observer = settings.observer if follow is None else follow(context, run_dir)
-            return train_rank(context, job, asked.plan,
+            return train_rank(context, job, resolved.plan,
                               replace(settings, resume=settings.resume or context.num_starts > 1, observer=observer))
 
         with control:
             figures = self._run(launcher, body, priced, run_dir, controller=controller, restarts=restarts)
             if launcher.is_first:
                 if checked is not None and checked.fails_alike:
-                    _tell_check(checked, asked)
-                figures = sum_up(run_dir, {**figures, "devices": asked.devices,
+                    _tell_check(checked, resolved)
+                figures = sum_up(run_dir, {**figures, "devices": resolved.devices,
                                            "check": checked and checked.to_dict()}, priced)
             result = Result(figures or {}, run_dir, job)  # of servers and their workers rank 0 alone has them
             if controller is not None and launcher.is_first:
@@ -244,7 +246,7 @@ class TrainRequest:
             for part in run_dir.glob(f".{folder.PREDICTED}.*.tmp"):  # the process that predicts is killed at any line
                 part.unlink()
             if launcher.is_first:
-                folder.write_failure(run_dir, str(self.asked.plan), failed)
+                folder.write_failure(run_dir, str(self.resolved.plan), failed)
                 failed.run_dir = run_dir
             if failed.exit_code == OutOfMemory.exit_code and launcher.is_first:
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
@@ -258,11 +260,11 @@ class TrainRequest:
         if lost_s:
             folder.wait_until_unclaimed(run_dir, timeout_s=lost_s)
         claims.enter_context(folder.claimed(run_dir))
-        _begin(run_dir, self.asked, self.source)
+        _begin(run_dir, self.resolved, self.source)
         return str(run_dir)
 
 
-def _checked(job: Job, source: JobFile | None, asked: Resolved, launcher: Launcher) -> FirstUpdate | None:
+def _checked(job: Job, source: JobFile | None, resolved: Resolved, launcher: Launcher) -> FirstUpdate | None:
     """What the check before the run found; says so where the run is not what one device computes, or may not be.
 
     Where the job's own error ended the check on one device and under the plan, the run itself reports that error. Only
@@ -274,19 +276,19 @@ def _checked(job: Job, source: JobFile | None, asked: Resolved, launcher: Launch
     from paceline.verbs import checks
 
     def check() -> str:
-        update = checks.first_update(job, source, asked, environment=launcher.environment,
+        update = checks.first_update(job, source, resolved, environment=launcher.environment,
                                      timeout_s=launcher.timeout_s)
         return json.dumps(update and update.to_dict())
 
     document = json.loads(launcher.agree("first update", check))
     update = FirstUpdate(**document) if document else None
     if launcher.is_first and update is not None and not update.fails_alike:
-        _tell_check(update, asked)
+        _tell_check(update, resolved)
     return update
 
 
-def _tell_check(update: FirstUpdate, asked: Resolved) -> None:
-    if update.verdict == "coupled" or (update.verdict == "unchecked" and asked.plan.relaxed is None):
+def _tell_check(update: FirstUpdate, resolved: Resolved) -> None:
+    if update.verdict == "coupled" or (update.verdict == "unchecked" and resolved.plan.relaxed is None):
         word = "note" if update.verdict == "coupled" else "not checked against one device"
         print(f"{word}: {update.reason}", file=sys.stderr, flush=True)
 
@@ -297,14 +299,14 @@ def _check(**counts: float | None) -> None:
             raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be above 0, got {value}")
 
 
-def _begin(run_dir: Path, asked: Resolved, source: JobFile | None) -> None:
+def _begin(run_dir: Path, resolved: Resolved, source: JobFile | None) -> None:
     """What is known before the first rank starts. Nothing of a finished run is left standing."""
     from paceline.runtime.checkpoint.write import write_json
 
     for name in (folder.SUMMARY, folder.MODEL, folder.PREDICTED, folder.SPLIT):
         (run_dir / name).unlink(missing_ok=True)
-    write_json(run_dir / folder.PLAN, {"plan": str(asked.plan), "world_size": asked.plan.world_size,
-                                       "shares": list(asked.shares), "devices": asked.devices})
+    write_json(run_dir / folder.PLAN, {"plan": str(resolved.plan), "world_size": resolved.plan.world_size,
+                                       "shares": list(resolved.shares), "devices": resolved.devices})
     write_json(run_dir / folder.ORIGIN, origin(Path(source.path) if source is not None else None))
     if source is not None:
         write_json(run_dir / folder.JOB, source.to_dict())
@@ -317,43 +319,43 @@ def _plan_of(run: str | Path | None, *, procs: int | None) -> Plan | None:
     return plan if plan is not None and procs in (None, plan.world_size) else None
 
 
-def _banner(job: Job, asked: Resolved, why: str, run_dir: Path, *, by_name: bool) -> str:
+def _banner(job: Job, resolved: Resolved, why: str, run_dir: Path, *, by_name: bool) -> str:
     """What is about to run, with every derived number.
 
     by_name: whether the devices were named. spares: GPUs without a rank.
     """
     from paceline.runtime.order import split
 
-    plan, microbatches = asked.plan, asked.plan.num_microbatches
-    per_replica = [len(part) for part in split(job.batch, asked.shares)]
+    plan, microbatches = resolved.plan, resolved.plan.num_microbatches
+    per_replica = [len(part) for part in split(job.batch, resolved.shares)]
     shown = str(per_replica[0]) if len(set(per_replica)) == 1 else ":".join(map(str, per_replica))
     length = f"{job.total_steps} steps" if job.total_steps is not None else "until the data ends"
     if job.epochs is not None:
         length += f" ({job.epochs} epochs)"
     samples = f"{job.num_samples} samples" if job.num_samples is not None else "a stream of samples"
-    return (f"plan {plan} on {asked.devices}{why and f', chosen: {why}'}\n"
+    return (f"plan {plan} on {resolved.devices}{why and f', chosen: {why}'}\n"
             f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
             f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
-            f"{_told(plan)}{_sharing(asked)}{'' if by_name else _unused(asked)}run folder {run_dir}")
+            f"{_plan_notes(plan)}{_sharing(resolved)}{'' if by_name else _unused(resolved)}run folder {run_dir}")
 
 
-def _sharing(asked: Resolved) -> str:
+def _sharing(resolved: Resolved) -> str:
     """A line about ranks that share a GPU; nothing where each has its own."""
-    if not asked.cluster.are_shared:
+    if not resolved.cluster.are_shared:
         return ""
     return ("ranks share a GPU and send each other everything through the CPU, over gloo: this shows what the plan "
             "computes; its speed says nothing\n")
 
 
-def _unused(asked: Resolved) -> str:
+def _unused(resolved: Resolved) -> str:
     """A line about a GPU that is here and idle; nothing where there is none."""
     from paceline.accelerators import unused
 
     reason = unused()
-    return f"{reason}; --devices {asked.devices} asks for the CPU by name\n" if reason else ""
+    return f"{reason}; --devices {resolved.devices} asks for the CPU by name\n" if reason else ""
 
 
-def _told(plan: Plan) -> str:
+def _plan_notes(plan: Plan) -> str:
     """What the strategies of a plan say of it, a line each."""
     from paceline.strategies.registry import active
 

@@ -83,7 +83,7 @@ class Certificate:
                   "max_gradient_diff": v.max_gradient_diff, "max_param_diff": v.max_param_diff,
                   "max_buffer_diff": v.max_buffer_diff,
                   "worst_param": v.worst_param, "steps": v.steps, "tolerance": v.tolerance, "difference": v.difference,
-                  "worst": {"loss": _where(v.loss), "gradient": _where(v.gradient), "weight": _where(v.weight)}}
+                  "worst": {"loss": _as_dict(v.loss), "gradient": _as_dict(v.gradient), "weight": _as_dict(v.weight)}}
                  for v in self.verdicts]
         empty = {"max_loss_diff": None, "max_param_diff": None, "worst_param": None, "steps": 0, "tolerance": None}
         main = {key: shown[0][key] for key in empty} if shown else empty
@@ -111,7 +111,7 @@ class Certificate:
         return "\n".join(lines)
 
 
-def _where(furthest: Furthest) -> dict[str, Any]:
+def _as_dict(furthest: Furthest) -> dict[str, Any]:
     return {"name": furthest.name or None, "step": furthest.step + 1, "diff": furthest.off,
             "tolerance": furthest.allowed}
 
@@ -176,8 +176,8 @@ def _remember(source: JobFile, job: Job, certificates: Sequence[Certificate], de
     for each in certificates:
         if each.verdict in ("passed", "coupled"):
             plan = Plan.parse(each.plan)
-            asked = resolve(job, plan, devices=devices_of(devices, num_devices(plan, devices)))
-            checks.remember(source, asked, verdict=each.verdict, reason=each.coupling or "")
+            resolved = resolve(job, plan, devices=devices_of(devices, num_devices(plan, devices)))
+            checks.remember(source, resolved, verdict=each.verdict, reason=each.coupling or "")
 
 
 def _check(steps: int, resume: str) -> None:
@@ -194,11 +194,11 @@ def _shortened(job: Job, steps: int) -> Job:
     if job.total_steps is not None:
         steps = min(steps, job.total_steps)
     job = replace(job, steps=steps, epochs=None)
-    rest = 0 if job.num_samples is None or job.drop_last else job.num_samples % job.batch
-    samples = (min(steps, 3) - 1) * job.batch + rest
+    last_batch_samples = 0 if job.num_samples is None or job.drop_last else job.num_samples % job.batch
+    samples = (min(steps, 3) - 1) * job.batch + last_batch_samples
     if job.sampler is not None or job.num_samples is None or is_stream(job.data):
         return job
-    if rest and steps > 1 and samples < job.num_samples:
+    if last_batch_samples and steps > 1 and samples < job.num_samples:
         return replace(job, data=Subset(job.data, range(samples)))
     return job
 
@@ -210,9 +210,9 @@ def _devices_here(devices: str | None) -> tuple[str, ...] | None:
 
     if devices is not None:
         return tuple(str(device) for device in Cluster.local(devices).devices)
-    if here := len(gpus()):
-        print(f"one device and all ranks are on the CPU; --devices cuda:0{f'-{here - 1}' * (here > 1)} proves plans on "
-              "GPUs", file=sys.stderr, flush=True)
+    if num_gpus := len(gpus()):
+        print(f"one device and all ranks are on the CPU; --devices cuda:0{f'-{num_gpus - 1}' * (num_gpus > 1)} proves "
+              "plans on GPUs", file=sys.stderr, flush=True)
     elif reason := unused():
         print(reason, file=sys.stderr, flush=True)
     return None
@@ -289,9 +289,9 @@ def _certify(proof: Proof, plan: Plan, reference: dict[str, Any], *, number: int
     if plan.relaxed is not None:
         return Certificate(str(plan), (), f"not compared: the plan is relaxed ({plan.relaxed}) and can't equal one "
                                           f"device; '{plan.exact}' can")
-    asked = resolve(proof.job, plan, devices=devices_of(proof.devices, num_devices(plan, proof.devices)))
+    resolved = resolve(proof.job, plan, devices=devices_of(proof.devices, num_devices(plan, proof.devices)))
     problem = Problem.from_dict(reference["problem"]) if reference["problem"] is not None else None
-    trial = _Trial(proof, asked, number, checkpoint, reference["note"])
+    trial = _Trial(proof, resolved, number, checkpoint, reference["note"])
     try:
         return trial.certificate(problem)
     except RankFailed as error:
@@ -308,7 +308,7 @@ class _Trial:
     """One plan under proof. checkpoint: the plan that wrote it, and its run folder."""
 
     proof: Proof
-    asked: Resolved
+    resolved: Resolved
     number: int
     checkpoint: tuple[str, Path] | None
     note: str | None
@@ -316,7 +316,7 @@ class _Trial:
     @property
     def cuts(self) -> bool:
         """Whether the plan cuts the batch."""
-        return self.asked.plan.replicas > 1 or self.asked.plan.num_microbatches != 1
+        return self.resolved.plan.replicas > 1 or self.resolved.plan.num_microbatches != 1
 
     def certificate(self, problem: Any) -> Certificate:
         """Held against one device; where the plan cuts and the job couples samples, or smaller pieces overflow in other
@@ -362,7 +362,7 @@ class _Trial:
     def _cut_alike(self) -> tuple[dict[Precision, dict[str, Any]], dict[Precision, Path]]:
         from paceline.proof.ranks import cut_folder, cut_reference
 
-        shares, microbatches = self.asked.shares, self.asked.plan.num_microbatches
+        shares, microbatches = self.resolved.shares, self.resolved.plan.num_microbatches
         figures = cut_reference(self.proof, shares=shares, microbatches=microbatches)
         return figures, {precision: cut_folder(self.proof.folder / precision, shares, microbatches)
                          for precision in figures}
@@ -371,8 +371,8 @@ class _Trial:
         from paceline.proof.ranks import recomputed_forwards, watched
 
         name, folder = self.checkpoint if self.checkpoint and resumes else (None, None)
-        ranks = watched(self.proof, self.asked, folders, number=self.number, resumed_from=folder)
-        finest, forwards = self.proof.finest, recomputed_forwards(self.asked.plan)
+        ranks = watched(self.proof, self.resolved, folders, number=self.number, resumed_from=folder)
+        finest, forwards = self.proof.finest, recomputed_forwards(self.resolved.plan)
         verdicts = [judge(each, [rank[precision] for rank in ranks], precision=precision, forwards=forwards)
                     for precision, each in figures.items()]
         last = verdicts[-1]
@@ -385,20 +385,20 @@ class _Trial:
                     f"resumed after step {self.proof.saved_step} from a checkpoint that '{name}' wrote: "
                     f"{resumed.difference}"))
         power = figures[finest]["power"]
-        return Certificate(str(self.asked.plan), tuple(verdicts), note=self.note, weakness=_weakness(power, finest),
+        return Certificate(str(self.resolved.plan), tuple(verdicts), note=self.note, weakness=_weakness(power, finest),
                            resumed_from=name, power=power)
 
 
-def _coupling(problem: Any, seen: str) -> str:
+def _coupling(problem: Any, difference: str) -> str:
     """Why a plan that does what it should computes something else than one device."""
     return ("the plan equals one device that cuts each batch alike, but not one that doesn't: cutting moves the "
-            f"{seen} on one device already. {problem or 'The job couples the samples of a batch'}")
+            f"{difference} on one device already. {problem or 'The job couples the samples of a batch'}")
 
 
 def _overflow(figures: Mapping[Precision, Mapping[str, Any]]) -> str | None:
     """That a plan is held against a device that cuts each batch alike, for loss scaling skips other steps there."""
-    seen = next((each["overflow"] for each in figures.values() if each["overflow"]), None)
-    return seen and f"{seen}; so in fp16 the plan is held against one device that cuts each batch alike"
+    overflow = next((each["overflow"] for each in figures.values() if each["overflow"]), None)
+    return overflow and f"{overflow}; so in fp16 the plan is held against one device that cuts each batch alike"
 
 
 def _weakness(power: dict[str, Any], precision: str) -> str | None:

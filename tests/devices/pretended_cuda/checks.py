@@ -55,7 +55,7 @@ def means() -> dict[str, Any]:
         plain = _figures(model.eval(), x)
         found[name] = {"off": max(float((one - other).abs().max()) for one, other in zip(drawn, plain, strict=True)),
                        "switched_off": sorted({name for names in random.off.values() for name in names}),
-                       "left_on": sorted(random.left), "draws": len(random.drawn)}
+                       "left_on": sorted(random.left_on), "draws": len(random.drawn)}
     return found
 
 
@@ -248,8 +248,8 @@ def ahead() -> dict[str, Any]:
     for calls in ("n", "a", "n", "a", "n", "an"):
         for call in calls:
             if call == "a":
-                prefetch.ahead()
-                prefetch.ahead()  # another evaluation of the same step
+                prefetch.prepare_next()
+                prefetch.prepare_next()  # another evaluation of the same step
             else:
                 fed.append(prefetch.next())
         found["made"].append(len(made))

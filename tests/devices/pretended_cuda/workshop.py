@@ -61,7 +61,8 @@ def _measure(device: Any) -> None:
             _measured.update(built_peak_bytes=stats["requested_bytes.all.peak"], steps=[], backwards=[], copies=[],
                              updates_beside_copies=0,
                              built_bytes=stats["requested_bytes.all.current"],
-                             devices=sorted({str(p.device) for p in stepper.local_parameters.values() if p.device.type != "meta"}))
+                             devices=sorted({str(p.device) for p in stepper.local_parameters.values()
+                                             if p.device.type != "meta"}))
 
     def stepped(stepper: Stepper, *args: Any, **options: Any) -> Any:
         before = device.counts()

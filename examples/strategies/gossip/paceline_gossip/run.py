@@ -49,26 +49,26 @@ class Ring:
         return figures
 
     @torch.no_grad()
-    def end_step(self, step: int, figures: torch.Tensor, known: list[float],
+    def end_step(self, step: int, figures: torch.Tensor, host_figures: list[float],
                  beat: Callable[[str], None]) -> SyncedFigures:
         """Average with the neighbours; then all ranks learn of each other's losses. Collective over the replicas."""
         beat("reduce")
         for alike in self._by_kind():
-            own = torch.cat([p.flatten() for p in alike])
-            theirs = [torch.empty_like(own) for _ in self.neighbours]
-            sends = [dist.P2POp(dist.isend, own, rank, self.group) for rank in self.neighbours]
-            receives = [dist.P2POp(dist.irecv, flat, rank, self.group)
-                        for flat, rank in zip(theirs, self.neighbours, strict=True)]
+            flat = torch.cat([p.flatten() for p in alike])
+            received = [torch.empty_like(flat) for _ in self.neighbours]
+            sends = [dist.P2POp(dist.isend, flat, rank, self.group) for rank in self.neighbours]
+            receives = [dist.P2POp(dist.irecv, buffer, rank, self.group)
+                        for buffer, rank in zip(received, self.neighbours, strict=True)]
             for work in dist.batch_isend_irecv([*sends, *receives]):
                 work.wait()
-            self.sent_bytes += own.nbytes * len(self.neighbours)
-            mean = torch.stack([own, *theirs]).mean(0)
+            self.sent_bytes += flat.nbytes * len(self.neighbours)
+            mean = torch.stack([flat, *received]).mean(0)
             for p, part in zip(alike, mean.split([p.numel() for p in alike]), strict=True):
                 p.copy_(part.view_as(p))
-        everyone = torch.tensor(known, dtype=torch.float64)
-        dist.all_reduce(everyone, group=self.group)
-        loss, count, *flags = everyone.tolist()
-        return SyncedFigures([[loss, count]], flags, known[STEP_FIGURES - 1] / count if count else 0.0)
+        summed = torch.tensor(host_figures, dtype=torch.float64)
+        dist.all_reduce(summed, group=self.group)
+        loss, count, *flags = summed.tolist()
+        return SyncedFigures([[loss, count]], flags, host_figures[STEP_FIGURES - 1] / count if count else 0.0)
 
     def finalize(self, step: int) -> None:
         """The run ends with the mean of all replicas."""
@@ -78,19 +78,19 @@ class Ring:
         """Nothing is under way between steps."""
 
     @torch.no_grad()
-    def global_weights(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The mean of all replicas' weights, which is what the run is evaluated and saved as. Collective."""
         means = {name: p.detach() / self.num_replicas for name, p in self.parameters.items()}
         for mean in means.values():
             dist.all_reduce(mean, group=self.group)
-        return {**held, **means}
+        return {**weights, **means}
 
     @contextmanager
     def global_weights_in_place(self) -> Iterator[None]:
-        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        local_weights = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._take(self.global_weights(self.parameters))
         yield
-        self._take(own)
+        self._take(local_weights)
 
     def kept(self) -> Iterable[StateTensor]:
         """Each replica's own weights."""

@@ -280,13 +280,13 @@ def _load_json(path: Path, name: str, *, listed: Mapping[str, Any] | None = None
 def _check_files(path: Path, files: Mapping[str, tuple[int, str]], checksums: bool) -> None:
     for name, (size_bytes, _) in files.items():
         try:
-            found_bytes = (path / name).stat().st_size
+            actual_bytes = (path / name).stat().st_size
         except OSError as error:
             raise CheckpointError(f"{path}: {name} is missing") from error
-        if found_bytes < size_bytes:
-            raise CheckpointError(f"{path}: {name} is truncated: {found_bytes} bytes of {size_bytes}")
-        if found_bytes > size_bytes:
-            raise CheckpointError(f"{path}: {name} has {found_bytes} bytes instead of {size_bytes}")
+        if actual_bytes < size_bytes:
+            raise CheckpointError(f"{path}: {name} is truncated: {actual_bytes} bytes of {size_bytes}")
+        if actual_bytes > size_bytes:
+            raise CheckpointError(f"{path}: {name} has {actual_bytes} bytes instead of {size_bytes}")
     if checksums:
         with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter free
             sums = pool.map(lambda name: _sha256(path, name), files)

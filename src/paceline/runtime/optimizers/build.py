@@ -88,7 +88,7 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach],
     Raises:
         PlanRefused: names a parameter whose update depends on others.
     """
-    coupled = [name for name, of_one in reach.items() if of_one is Reach.PARAMETERS]
+    coupled = [name for name, extent in reach.items() if extent is Reach.PARAMETERS]
     if coupled:
         raise PlanRefused(
             f"{type(optimizer).__name__} updates '{coupled[0]}' by other parameters' gradients or weights, and "
@@ -126,7 +126,7 @@ def _behaviour(job: Job, trainable: Mapping[str, torch.nn.Parameter], sparse: fr
 
 def _agreed(reach: Mapping[str, Reach], mesh: Mesh, device: str) -> dict[str, Reach]:
     """The furthest that any rank found: ranks that differ in a rounding must not go different ways. Collective."""
-    furthest = torch.tensor([int(of_one) for of_one in reach.values()], device=device)
+    furthest = torch.tensor([int(extent) for extent in reach.values()], device=device)
     if mesh.world_size > 1:
         dist.all_reduce(furthest, dist.ReduceOp.MAX)
     return {name: Reach(number) for name, number in zip(reach, furthest.tolist(), strict=True)}
@@ -186,26 +186,26 @@ def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     every = {name: parameters[name] if name in parameters else _stand_in(p) for name, p in trainable.items()}
     optimizer = job.optimizer(list(every.items()))
     _check(optimizer)
-    known = {id(p): name for name, p in every.items()}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    if strangers := sum(id(p) not in known for p in given):
+    name_of = {id(p): name for name, p in every.items()}
+    used = [p for group in optimizer.param_groups for p in group["params"]]
+    if strangers := sum(id(p) not in name_of for p in used):
         raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
                        hint="build it from the (name, parameter) pairs it is given. A loss with weights of its own is "
                             "a second model, and a step of one's own trains both: see docs/own-step.md")
-    if left_out := set(known.values()) - {known[id(p)] for p in given}:
+    if left_out := set(name_of.values()) - {name_of[id(p)] for p in used}:
         warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
                       "they will not change", stacklevel=2)
     if job.loss is not None and (untrained := [name for name, p in _weights_of_loss(job.loss, trainable).items()
-                                               if id(p) not in known]):
+                                               if id(p) not in name_of]):
         warnings.warn(f"the loss has trainable weights of its own, such as '{untrained[0]}', and they will not change: "
                       "the optimizer is given the model's. A step of one's own trains the loss as a second model, see "
                       "docs/own-step.md; requires_grad_(False) says that they are to stay", stacklevel=2)
-    names = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     for group in groups_of(optimizer):
-        here = [known.get(id(p)) in parameters for p in group["params"]]
+        is_local = [name_of.get(id(p)) in parameters for p in group["params"]]
         for key in ("params", "param_names"):
             if key in group:
-                group[key] = [item for item, is_here in zip(group[key], here, strict=True) if is_here]
+                group[key] = [item for item, is_kept in zip(group[key], is_local, strict=True) if is_kept]
     return optimizer, names
 
 

@@ -102,12 +102,12 @@ class GatheredTensors:
 
     def _has_gradient(self) -> dict[str, bool]:
         """By name, as owners must know it. Collective over the group if some owner holds no part of a tensor."""
-        here = {t.name: t.name in self.parameters and self.parameters[t.name].grad is not None for t in self.tensors}
+        local = {t.name: t.name in self.parameters and self.parameters[t.name].grad is not None for t in self.tensors}
         if all(self.owner_holds):
-            return here
-        anywhere = torch.tensor([float(has_one) for has_one in here.values()], device=self.device)
+            return local
+        anywhere = torch.tensor([float(has_gradient) for has_gradient in local.values()], device=self.device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.group)
-        return {name: bool(has_one) for name, has_one in zip(here, anywhere.tolist(), strict=True)}
+        return {name: bool(has_gradient) for name, has_gradient in zip(local, anywhere.tolist(), strict=True)}
 
     def _regions_everywhere(self, like: Mapping[str, torch.Tensor]) -> list[list[tuple[Region, ...]]]:
         """Where every rank's part of each tensor lies, box by box. Collective."""

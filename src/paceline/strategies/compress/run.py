@@ -194,17 +194,17 @@ class TopK:
     def sum(self, number: int, flat: torch.Tensor) -> float:
         if not len(flat):
             return 0.0
-        ranks, left = dist.get_world_size(self.group), self.residuals[number]
-        left += flat
+        ranks, residual = dist.get_world_size(self.group), self.residuals[number]
+        residual += flat
         count = topk_elements(len(flat))
-        places = left.abs().topk(count, sorted=False).indices.to(torch.int32)
-        sent = torch.cat([left[places].view(torch.uint8), places.view(torch.uint8)])
-        left[places] = 0
-        everyone = [torch.empty_like(sent) for _ in range(ranks)]
-        dist.all_gather(everyone, sent, group=self.group)
+        places = residual.abs().topk(count, sorted=False).indices.to(torch.int32)
+        sent = torch.cat([residual[places].view(torch.uint8), places.view(torch.uint8)])
+        residual[places] = 0
+        rows = [torch.empty_like(sent) for _ in range(ranks)]
+        dist.all_gather(rows, sent, group=self.group)
         flat.zero_()
-        for theirs in everyone:
-            values, at = theirs[:count * flat.element_size()], theirs[count * flat.element_size():]
+        for received in rows:
+            values, at = received[:count * flat.element_size()], received[count * flat.element_size():]
             flat[at.clone().view(torch.int32)] += values.view(flat.dtype)
         return topk_bytes(len(flat), flat.element_size(), ranks)
 
@@ -226,14 +226,14 @@ class PowerSGD:
                     self.factors[number, index] = first.to(flat.device, _summing_dtype(flat.dtype))
 
     def sum(self, number: int, flat: torch.Tensor) -> float:
-        left, shapes, dtype = self.residuals[number], self.shapes[number], _summing_dtype(flat.dtype)
-        left += flat
-        parts = left.split([math.prod(shape) for shape in shapes])
+        residual, shapes, dtype = self.residuals[number], self.shapes[number], _summing_dtype(flat.dtype)
+        residual += flat
+        parts = residual.split([math.prod(shape) for shape in shapes])
         matrices = {index: part.view(*shape).to(dtype)
                     for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)) if is_factored(shape)}
-        whole = [index for index in range(len(shapes)) if index not in matrices]
-        rest = torch.cat([parts[index] for index in whole]) if whole else left[:0].clone()
-        dist.all_reduce(rest, group=self.group)
+        unfactored = [index for index in range(len(shapes)) if index not in matrices]
+        plain = torch.cat([parts[index] for index in unfactored]) if unfactored else residual[:0].clone()
+        dist.all_reduce(plain, group=self.group)
         rows = self._summed({index: matrix @ self.factors[number, index] for index, matrix in matrices.items()})
         bases = {index: torch.linalg.qr(factor).Q for index, factor in rows.items()}
         columns = {index: matrix.T @ bases[index] for index, matrix in matrices.items()}
@@ -243,7 +243,7 @@ class PowerSGD:
         for index, factor in self._summed(columns).items():
             outs[index].copy_((bases[index] @ factor.T).flatten())
             self.factors[number, index].copy_(factor)
-        for index, summed in zip(whole, rest.split([len(parts[index]) for index in whole]), strict=True):
+        for index, summed in zip(unfactored, plain.split([len(parts[index]) for index in unfactored]), strict=True):
             outs[index].copy_(summed)
             parts[index].zero_()
         return powersgd_bytes(shapes, flat.element_size(), dist.get_world_size(self.group))

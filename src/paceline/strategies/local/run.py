@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from paceline.strategies.local.keys import Local
     from paceline.strategies.mesh import Mesh
 MOMENTUM, LEARNING_RATE = 0.9, 0.7  # Douillard et al. 2023, section 3
-OWN_PART = 0.5  # of its own weights, when a fragment arrives
+LOCAL_WEIGHT = 0.5  # of its own weights, when a fragment arrives
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
@@ -90,11 +90,11 @@ class Fragment:
             else:
                 self.outer[name].sub_(way)
 
-    def take_over(self, own_part: float) -> None:
+    def take_over(self, local_weight: float) -> None:
         """Go on from the shared weights, or from between them and this replica's own."""
         for name, p in self.parameters.items():
-            if own_part:
-                p.mul_(own_part).add_(self.outer[name], alpha=1.0 - own_part)
+            if local_weight:
+                p.mul_(local_weight).add_(self.outer[name], alpha=1.0 - local_weight)
             else:
                 p.copy_(self.outer[name])
 
@@ -152,38 +152,38 @@ class OuterSync:
         return figures
 
     @torch.no_grad()
-    def end_step(self, step: int, figures: torch.Tensor, known: list[float],
+    def end_step(self, step: int, figures: torch.Tensor, host_figures: list[float],
               beat: Callable[[str], None]) -> SyncedFigures | None:
-        self.figures.append(known)
+        self.figures.append(host_figures)
         for fragment in self.fragments:
-            fragment.steps, fragment.count = fragment.steps + 1, fragment.count + known[1]
+            fragment.steps, fragment.count = fragment.steps + 1, fragment.count + host_figures[1]
         if self.transfer is not None and self.transfer.arrives <= step:
             beat("reduce")
-            self._arrive(OWN_PART)
+            self._arrive(LOCAL_WEIGHT)
         leaving = fragment_after(step, local=self.order.local, fragments=self.order.fragments)
         if leaving is None:
             return None
         beat("reduce")
-        met, weights = self._meet([leaving])
+        synced, weights = self._meet([leaving])
         self._leave(leaving, weights[0], arrives=step + self.delay)
         if not self.delay:
             self._arrive(0.0)
-        return met
+        return synced
 
     @torch.no_grad()
     def finalize(self, step: int) -> SyncedFigures | None:
         if self.transfer is not None:
-            self._arrive(OWN_PART)
-        left = [number for number, fragment in enumerate(self.fragments) if fragment.steps]
-        met = None
-        if left:
-            met, weights = self._meet(left)
-            for number, weight in zip(left, weights, strict=True):
+            self._arrive(LOCAL_WEIGHT)
+        unfinished = [number for number, fragment in enumerate(self.fragments) if fragment.steps]
+        synced = None
+        if unfinished:
+            synced, weights = self._meet(unfinished)
+            for number, weight in zip(unfinished, weights, strict=True):
                 self._leave(number, weight, arrives=step)
                 self._arrive(0.0)
         for fragment in self.fragments:
             fragment.take_over(0.0)
-        return met if met is not None and met.figures else None  # fragments may be left after a meeting
+        return synced if synced is not None and synced.figures else None  # fragments may be left after a meeting
 
     def drain(self) -> None:
         if self.transfer is not None and not self.transfer.landed:
@@ -221,25 +221,25 @@ class OuterSync:
         figures = torch.cat([steps.flatten(), flags, counts.to(read)])
         dist.all_reduce(figures, group=self.group)
         self.met_bytes += all_reduce_bytes(figures.nbytes, self.ranks)
-        everyone, all_flags, totals = figures.split([steps.numel(), len(flags), len(counts)])
+        all_steps, all_flags, totals = figures.split([steps.numel(), len(flags), len(counts)])
         self.figures = []
-        total = float(everyone.view(steps.shape)[:, 1].sum())
-        met = SyncedFigures(everyone.view(steps.shape).tolist(), all_flags.tolist(),
-                            float(steps[:, 1].sum()) / total if total else 0.0)
-        return met, [count / total if total else 0.0
-                     for count, total in zip(counts.tolist(), totals.tolist(), strict=True)]
+        total = float(all_steps.view(steps.shape)[:, 1].sum())
+        synced = SyncedFigures(all_steps.view(steps.shape).tolist(), all_flags.tolist(),
+                               float(steps[:, 1].sum()) / total if total else 0.0)
+        return synced, [count / total if total else 0.0
+                        for count, total in zip(counts.tolist(), totals.tolist(), strict=True)]
 
     def _leave(self, number: int, weight: float, *, arrives: int) -> None:
         self.fragments[number].send(weight)
         self.transfer = _Transfer(number, arrives)
 
-    def _arrive(self, own_part: float) -> None:
+    def _arrive(self, local_weight: float) -> None:
         """The outer step of the fragment that is under way."""
         self.drain()
         assert self.transfer is not None
         fragment, self.transfer = self.fragments[self.transfer.fragment], None
         fragment.step()
-        fragment.take_over(own_part)
+        fragment.take_over(local_weight)
 
     def kept(self) -> Iterator[StateTensor]:
         """Collective while a fragment is under way.

@@ -34,9 +34,9 @@ def deal(num_layers: int, num_stages: int) -> list[int]:
     if num_layers < max(1, num_stages - 2):
         raise PlanError(f"a model of {num_layers} layers can't be cut into {num_stages} stages",
                         hint=f"at most {num_layers} stages: fewer pipeline ranks, or fewer stages a rank (virtual)")
-    each, left = divmod(num_layers, num_stages)
+    each, remaining = divmod(num_layers, num_stages)
     middle = [*range(1, num_stages - 1), 0, num_stages - 1]
-    more = set(middle[:left])
+    more = set(middle[:remaining])
     return [each + (stage in more) for stage in range(num_stages)]
 
 
@@ -91,18 +91,18 @@ def _cut(profile: Profile, num_stages: int, flops_per_byte: float) -> list[Run]:
     cuts: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     stage, room = 0, dealt[0]
     for number, segment in enumerate(profile.segments):
-        left = segment.repeat
+        remaining = segment.repeat
         if not segment.unit:
             after = any(counts[number + 1:])
-            cuts[stage if after else num_stages - 1].append((number, left))
+            cuts[stage if after else num_stages - 1].append((number, remaining))
             continue
-        while left:
+        while remaining:
             while room == 0:
                 stage += 1
                 room = dealt[stage]
-            taken = min(left, room)
+            taken = min(remaining, room)
             cuts[stage].append((number, taken))
-            left, room = left - taken, room - taken
+            remaining, room = remaining - taken, room - taken
     return [tuple(run) for run in cuts]
 
 

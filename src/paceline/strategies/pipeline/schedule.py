@@ -83,15 +83,15 @@ def schedule(name: ScheduleName, *, num_ranks: int, num_microbatches: int, virtu
 def blocked(orders: Sequence[Sequence[Action]], *, num_stages: int) -> bool:
     """Whether ranks that follow these orders come to wait for each other."""
     done: set[Action] = set()
-    left = [list(reversed(order)) for order in orders]
+    remaining = [list(reversed(order)) for order in orders]
     moved = True
     while moved:
         moved = False
-        for order in left:
+        for order in remaining:
             while order and all(needed in done for needed in order[-1].needs(num_stages)):
                 done.add(order.pop())
                 moved = True
-    return any(left)
+    return any(remaining)
 
 
 def _forward_backward(name: ScheduleName, rank: int, num_ranks: int, num_microbatches: int, virtual: int,
@@ -175,9 +175,9 @@ def bubble(orders: Sequence[Sequence[Action]], *, num_stages: int) -> float:
     Source: played, rank by rank; for GPipe and 1F1B it is (p-1) / (m+p-1) (Huang et al. 2019).
     """
     done: dict[Action, float] = {}
-    free, left = [0.0] * len(orders), [list(reversed(order)) for order in orders]
-    while any(left):
-        for rank, order in enumerate(left):
+    free, remaining = [0.0] * len(orders), [list(reversed(order)) for order in orders]
+    while any(remaining):
+        for rank, order in enumerate(remaining):
             while order and all(needed in done for needed in order[-1].needs(num_stages)):
                 action = order.pop()
                 start = max([free[rank], *(done[needed] for needed in action.needs(num_stages))])

@@ -26,19 +26,19 @@ class ActionSeconds:
     waits: whether the rank goes on only then.
     """
 
-    own_s: float
+    self_s: float
     sent_s: float = 0.0
     waits: bool = False
 
 
-def rank_ends(name: ScheduleName, taken: Mapping[Key, ActionSeconds], *, num_ranks: int, num_microbatches: int,
+def rank_ends(name: ScheduleName, action_seconds: Mapping[Key, ActionSeconds], *, num_ranks: int, num_microbatches: int,
               virtual: int = 1) -> list[float]:
     """When each rank is through with its actions, in seconds."""
     fewer = shortened(num_ranks, num_microbatches)
     if fewer == num_microbatches:
-        return _played(_course(name, num_ranks, num_microbatches, virtual), taken)
-    shorter = _played(_course(name, num_ranks, fewer, virtual), taken)
-    longer = _played(_course(name, num_ranks, fewer + num_ranks, virtual), taken)
+        return _played(_course(name, num_ranks, num_microbatches, virtual), action_seconds)
+    shorter = _played(_course(name, num_ranks, fewer, virtual), action_seconds)
+    longer = _played(_course(name, num_ranks, fewer + num_ranks, virtual), action_seconds)
     rounds = (num_microbatches - fewer) // num_ranks
     return [end_s + rounds * (later_s - end_s) for end_s, later_s in zip(shorter, longer, strict=True)]
 
@@ -94,17 +94,17 @@ def which(microbatch: int, num_microbatches: int) -> str:
     return LAST if microbatch == num_microbatches - 1 else FIRST if microbatch == 0 else MIDDLE
 
 
-def _played(course: _Course, taken: Mapping[Key, ActionSeconds]) -> list[float]:
-    figures: Sequence[ActionSeconds] = [taken[key] for key in course.keys]
-    own_s = [figure.own_s for figure in figures]
+def _played(course: _Course, action_seconds: Mapping[Key, ActionSeconds]) -> list[float]:
+    figures: Sequence[ActionSeconds] = [action_seconds[key] for key in course.keys]
+    self_s = [figure.self_s for figure in figures]
     sent = [figure.sent_s for figure in figures]
     waited = [figure.sent_s if figure.waits else 0.0 for figure in figures]
-    free, there = [0.0] * course.num_ranks, [0.0] * len(course.steps)
+    free, arrived = [0.0] * course.num_ranks, [0.0] * len(course.steps)
     for position, (rank, key, needed) in enumerate(course.steps):
         start = free[rank]
-        if needed >= 0 and there[needed] > start:
-            start = there[needed]
-        end = start + own_s[key]
+        if needed >= 0 and arrived[needed] > start:
+            start = arrived[needed]
+        end = start + self_s[key]
         free[rank] = end + waited[key]
-        there[position] = end + sent[key]
+        arrived[position] = end + sent[key]
     return free

@@ -38,20 +38,20 @@ def place_automatically(capture: Capture, seconds: Mapping[str, float], needs: M
     free = [0.0] * len(memory_bytes)
     held_bytes = [0.0] * len(memory_bytes)
     part_of: dict[str, int] = {}
-    left = len(with_parameters)
+    num_left = len(with_parameters)
     for piece in capture.pieces:
         sources = [maker[name] for name in piece.inputs if name in maker]
         need = needs[piece.key].total
 
         def cost(part: int, sources: list[str] = sources, need: float = need) -> tuple[bool, float, bool, int]:
             ready = max([0.0, *(ended[key] for key in sources)])
-            apart = any(part_of[key] != part for key in sources)
+            is_apart = any(part_of[key] != part for key in sources)
             # Half a piece beyond the share still belongs here rather than to the next part.
-            return held_bytes[part] + need / 2 > room[part], max(ready, free[part]), apart, part
+            return held_bytes[part] + need / 2 > room[part], max(ready, free[part]), is_apart, part
 
         empty = [part for part in range(len(room)) if not any(
             part_of.get(other.key) == part for other in with_parameters)] if piece.parameters else []
-        choices = empty if piece.parameters and len(empty) >= left else range(len(room))
+        choices = empty if piece.parameters and len(empty) >= num_left else range(len(room))
         part = min(choices, key=cost)
         if not piece.parameters and sources:
             part = part_of[sources[-1]]
@@ -59,7 +59,7 @@ def place_automatically(capture: Capture, seconds: Mapping[str, float], needs: M
         ended[piece.key] = free[part] = start + seconds[piece.key]
         held_bytes[part] += need
         part_of[piece.key] = part
-        left -= bool(piece.parameters)
+        num_left -= bool(piece.parameters)
     refuse_overfull(needs, part_of, memory_bytes, names)
     return part_of
 

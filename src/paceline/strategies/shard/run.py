@@ -183,7 +183,7 @@ class Sharding:
     def __init__(self, root: nn.Module, sharded: Mapping[str, nn.Module], whole: GradientBuckets, *,
                  zero: int, hooks: Mapping[str, Hooks], running: _Running) -> None:
         # The outermost tells those inside it.
-        self.told: list[FSDPModule] = [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore
+        self.outermost: list[FSDPModule] = [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore
         self.units: list[FSDPModule] = list(sharded.values())  # type: ignore[arg-type]
         self.whole, self.zero, self.hooks, self.running = whole, zero, hooks, running
         self.names = {name for name, p in root.named_parameters() if is_sharded(p) and p.requires_grad}
@@ -214,7 +214,7 @@ class Sharding:
         """Whether the model is run for its own gradients, and not frozen inside of another's loss. FSDP2 makes the
         parameters that a forward uses once, so they are told as well."""
         self.running.is_own, self.is_collected = on, on
-        for module in self.told:
+        for module in self.outermost:
             module.set_requires_gradient_sync(on)
             module.set_reshard_after_backward(False)
         if on:
@@ -233,13 +233,13 @@ class Sharding:
             return
         last, self.open = self.open, None
         self._set(is_last=last, reshards=True, reduces=last or self.zero > 1)
-        for module in self.told:
+        for module in self.outermost:
             module._get_fsdp_state()._root_post_backward_final_callback()
         if last or self.zero == 3:
             self.end_evaluation()
 
     def _set(self, *, is_last: bool, reshards: bool, reduces: bool) -> None:
-        for module in self.told:
+        for module in self.outermost:
             module.set_is_last_backward(is_last)
             module.set_reshard_after_backward(reshards)
             module.set_requires_gradient_sync(reduces)

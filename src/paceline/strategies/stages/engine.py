@@ -374,19 +374,19 @@ def uses_weights_once(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tens
     ends = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs}
     order: list[Any] = []
     users: dict[Any, int] = {}
-    left: list[tuple[Any, bool]] = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
+    stack: list[tuple[Any, bool]] = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
     seen: set[Any] = set()
-    while left:  # depth first; a node comes into the order after all that it leads to
-        node, is_done = left.pop()
+    while stack:  # depth first; a node comes into the order after all that it leads to
+        node, is_done = stack.pop()
         if is_done:
             order.append(node)
         elif node not in seen:
             seen.add(node)
-            left.append((node, True))
+            stack.append((node, True))
             for following, _ in node.next_functions:
                 if following is not None:
                     users[following] = users.get(following, 0) + 1
-                    left.append((following, False))
+                    stack.append((following, False))
     to_inputs: set[Any] = set()
     for node in order:
         if node in ends or any(following in to_inputs for following, _ in node.next_functions):

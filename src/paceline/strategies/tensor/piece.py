@@ -174,7 +174,7 @@ class SplitPiece:
             if result is not None:
                 return result
         try:
-            args_of_rule = pytree.tree_map_only(Placed, self._in_one, (args, kwargs))
+            args_of_rule = pytree.tree_map_only(Placed, self._in_one_block, (args, kwargs))
             return run_by_rule(self.recorder, self.mesh, _operator(node), *args_of_rule)
         except Exception:  # no sharding rule, or one that doesn't take these placements
             self.whole.add(node)
@@ -195,7 +195,7 @@ class SplitPiece:
 
     # --- Placements -----------------------------------------------------------------------------------------------
 
-    def _in_one(self, value: Placed) -> Placed:
+    def _in_one_block(self, value: Placed) -> Placed:
         """In one block, as DTensor's rules take it."""
         cut = cut_of(value)
         return self.recorder.moved(value, None) if cut is not None and cut.blocks > 1 else value
@@ -357,8 +357,8 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
     assert cut is not None
     offset = None if bias is None else run.value(bias, values)
     if cut.dim == inner % cut_weight.ndim:
-        mine = record.moved(given, Cut(given.ndim - 1, cut.blocks))
-        part = record.run(product, mine, cut_weight, *rest, placement=Sum(), **options)
+        moved_input = record.moved(given, Cut(given.ndim - 1, cut.blocks))
+        part = record.run(product, moved_input, cut_weight, *rest, placement=Sum(), **options)
         if run.unfolds_sequence(node):
             if offset is not None:  # one of those that are summed has it
                 part = record.run(aten.add.Tensor, part, record.moved(record.moved(offset, None), Sum()),

@@ -51,8 +51,8 @@ def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..
         parts = pytree.tree_map_only(DTensor, lambda tensor: tensor._local_tensor, result)
         results = None if watch.moved_any() else _alone(target, args, kwargs, watch)
     if results is not None:
-        kinds = {id(mine): watch.placement(theirs) for mine, theirs in zip(
-            pytree.tree_leaves(results), pytree.tree_leaves(parts), strict=True) if isinstance(mine, torch.Tensor)}
+        kinds = {id(leaf): watch.placement(part) for leaf, part in zip(
+            pytree.tree_leaves(results), pytree.tree_leaves(parts), strict=True) if isinstance(leaf, torch.Tensor)}
         return recorder.add(target, args, kwargs, results, lambda tensor: kinds[id(tensor)], draws=draws)
     for step in watch.steps:
         if isinstance(step, _Moved):

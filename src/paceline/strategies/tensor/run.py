@@ -279,8 +279,8 @@ def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], paramet
     with torch.enable_grad():
         outputs = run(*leaves[:count], *buffers, *(leaf.clone() for leaf in leaves[count:]))  # may be edited in place
         weights = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device) for out in outputs]
-        mixed = [(out * of_one.view(out.shape)).sum()
-                 for out, of_one in zip(outputs, weights, strict=True) if out.requires_grad]
+        mixed = [(out * weight.view(out.shape)).sum()
+                 for out, weight in zip(outputs, weights, strict=True) if out.requires_grad]
         if mixed:
             torch.stack([part.double() for part in mixed]).sum().backward()
     gradients = (leaf.grad for leaf in leaves)
@@ -288,14 +288,14 @@ def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], paramet
                                                else gradient for gradient in gradients]
 
 
-def _distances(what: str, actual: list[Any], expected: list[Any]) -> Iterable[tuple[str, float, float]]:
+def _distances(kind_of_tensor: str, actual: list[Any], expected: list[Any]) -> Iterable[tuple[str, float, float]]:
     """How far each tensor is off and how far it may be."""
-    pairs = [(mine, theirs, float(theirs.abs().max())) for mine, theirs in zip(actual, expected, strict=True)
-             if mine is not None and theirs is not None and theirs.is_floating_point() and theirs.numel()]
+    pairs = [(value, reference, float(reference.abs().max())) for value, reference in zip(actual, expected, strict=True)
+             if value is not None and reference is not None and reference.is_floating_point() and reference.numel()]
     greatest = max((size for *_, size in pairs), default=0.0)
-    for mine, theirs, size in pairs:
-        kind = theirs.device.type
-        rounded = [theirs.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+    for value, reference, size in pairs:
+        kind = reference.device.type
+        rounded = [reference.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
         allowed = max(ALLOWED.get(dtype, 1e-3) for dtype in rounded)
         # One that is zero in exact arithmetic (the gradient of an attention key's bias) is noise of the others' size.
-        yield what, float((mine - theirs).abs().max()), allowed * max(size, 1e-3 * greatest)
+        yield kind_of_tensor, float((value - reference).abs().max()), allowed * max(size, 1e-3 * greatest)

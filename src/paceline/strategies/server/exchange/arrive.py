@@ -66,9 +66,9 @@ class WeightArrivals:
                     at += count
         self.is_plain = {name: all(links[at.link].received[at.chunk].dtype == p.dtype for at in self.places[name])
                          for name, p in parameters.items()}  # whether they come as they are
-        self.asked, self.version, self.waited_s, self.pull_s = -1, -1, 0.0, 0.0
-        self.asked_s = 0.0
-        self.begun = self.settled = self.asked  # what this step's weights were asked for as; the last that was complete
+        self.requested_version, self.version, self.waited_s, self.pull_s = -1, -1, 0.0, 0.0
+        self.requested_s = 0.0
+        self.begun = self.settled = -1  # the version that this step's weights were asked for as; the last complete one
         self.optimizer: str | None = None  # whose weights were asked for last; None for all
         self.pending: dict[str, None] = {}
         self.sharing: dict[int, list[str]] = {}  # names by the memory that they lie in
@@ -76,15 +76,15 @@ class WeightArrivals:
     def ask(self, version: int, optimizer: str | None = None) -> None:
         """Have weights with at least so many updates sent: all, or those that an optimizer updates; this step's must
         be settled."""
-        self.asked, self.asked_s, self.optimizer = version, time.perf_counter(), optimizer
+        self.requested_version, self.requested_s, self.optimizer = version, time.perf_counter(), optimizer
         for link in self.links:
             link.ask(version, optimizer)
 
     def begin(self) -> None:
         """A step begins: what was asked for are its weights."""
-        if self.begun == self.asked:
+        if self.begun == self.requested_version:
             return
-        self.begun = self.asked
+        self.begun = self.requested_version
         self.pending = dict.fromkeys(link.shard.slices[span.slice].name for link in self.links
                                      for number in link.shard.updated_by(self.optimizer)
                                      for span in link.shard.chunks[number].spans)
@@ -106,7 +106,7 @@ class WeightArrivals:
 
     def _note_settled(self) -> None:
         self.settled, self.version = self.begun, min(min(link.versions, default=self.begun) for link in self.links)
-        self.pull_s = max(link.filled_s for link in self.links) - self.asked_s
+        self.pull_s = max(link.filled_s for link in self.links) - self.requested_s
         self.on_settled()
 
     @contextmanager

@@ -137,7 +137,7 @@ class _Gathering:
     missing: parts that each chunk lacks. unsummed: chunks left of each slice. unfinished: chunks left of all.
     rows: places and values of each table's rows, by table and part.
     held_back: slices that some worker has no gradient for. scale: set when slices may be updated as they come.
-    taken: slices whose update has begun. unmade: slices left of each chunk.
+    begun_slices: those whose update has begun. unmade: slices left of each chunk.
     sender: who sent the first of it; of all of it if it has one part.
     """
 
@@ -152,7 +152,7 @@ class _Gathering:
         self.unmade = [len(slices) for slices in slices_of]
         self.held_back: set[int] = set()
         self.ready: list[int] = []
-        self.taken: set[int] = set()
+        self.begun_slices: set[int] = set()
         self.scale: float | None = None
         self.sender: Peer | None = None
 
@@ -160,7 +160,7 @@ class _Gathering:
 class _Wanted:
     """What a worker has asked for and was not sent yet.
 
-    version: of the weights, at least; None if it has asked for none. left: chunks of them.
+    version: of the weights, at least; None if it has asked for none. unsent_chunks: of them.
     rows: of tables: (version, table, places of rows).
     shared: memory that it shares with this server, if any.
     """
@@ -168,7 +168,7 @@ class _Wanted:
     def __init__(self) -> None:
         self.shared: Shared | None = None
         self.version: int | None = None
-        self.left: set[int] = set()
+        self.unsent_chunks: set[int] = set()
         self.rows: deque[tuple[int, int, torch.Tensor]] = deque()
         self.is_gone = False
 
@@ -269,7 +269,7 @@ class ShardService:
         gathering = self.gatherings.get(update)
         if gathering is None:
             return {}, set()
-        updated = {self.shard.slices[index].name for index in gathering.taken}
+        updated = {self.shard.slices[index].name for index in gathering.begun_slices}
         return {**gathering.gradients, **self._of_tables(gathering)}, updated
 
     def _of_tables(self, gathering: _Gathering) -> dict[str, torch.Tensor]:
@@ -371,7 +371,7 @@ class ShardService:
                 self._check_version(header.step)
                 with self.changed:
                     wanted.version = header.step
-                    wanted.left |= set(self._wanted_chunks(header))
+                    wanted.unsent_chunks |= set(self._wanted_chunks(header))
                     self.changed.notify_all()
             elif header.kind == Kind.PULL_ROWS:
                 self._check_version(header.step)
@@ -551,10 +551,10 @@ class ShardService:
         """The slices that may be updated now."""
         if gathering.scale is None:
             return []
-        taken = [index for index in gathering.ready if index not in gathering.held_back]
+        slices = [index for index in gathering.ready if index not in gathering.held_back]
         gathering.ready = []
-        gathering.taken |= set(taken)
-        return taken
+        gathering.begun_slices |= set(slices)
+        return slices
 
     def _apply(self, gathering: _Gathering, slices: Sequence[int]) -> None:
         """Update slices, and let those who wait for them have them."""
@@ -591,7 +591,7 @@ class ShardService:
         if number is None:  # the worker asked anew
             return
         assert wanted.version is not None
-        wanted.left.discard(number)
+        wanted.unsent_chunks.discard(number)
         chunk = self.shard.chunks[number]
         version, place = wanted.version, copy[:chunk.num_bytes]
         if wanted.shared is not None:
@@ -618,7 +618,7 @@ class ShardService:
         """The first chunk, in the order of layers, that can be sent."""
         if wanted.version is None:
             return None
-        return max((number for number in wanted.left if self.versions[number] >= wanted.version), default=None)
+        return max((number for number in wanted.unsent_chunks if self.versions[number] >= wanted.version), default=None)
 
     def _send_rows(self, connection: Connection, version: int, number: int, places: torch.Tensor) -> None:
         with self.making:

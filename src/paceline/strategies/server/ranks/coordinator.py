@@ -112,7 +112,7 @@ class Coordinator(Server):
         self.loss = float("nan")
         self.deserted_s: float | None = None  # since when there is no worker
         self.staleness: Counter[int] = Counter()
-        self.left: dict[int, dict[str, Any]] = {}
+        self.final_figures: dict[int, dict[str, Any]] = {}
         self.followers_left: dict[int, dict[str, Any]] = {}
         self.blocked_s = 0.0
         self.speed = Speed()
@@ -410,7 +410,7 @@ class Coordinator(Server):
         elif "sums" in message:
             self._add_sums(worker, message)
         elif "left" in message:
-            self.left[worker] = message["left"]
+            self.final_figures[worker] = message["left"]
             return
         elif "idle" in message:
             if self.job.models and not self.settings.is_trial:
@@ -761,7 +761,7 @@ class Coordinator(Server):
         """Send everybody home and hear what they have counted."""
         for number in list(self.workers):
             self._say(number, {"over": True, "version": self.clock.version})
-        while not all(number in self.left for number in self.workers):
+        while not all(number in self.final_figures for number in self.workers):
             self._hear(self.inbox, timeout_s=_LOOK_S)
             self._give_up_silent()
         self.check_history(self.version)
@@ -795,9 +795,10 @@ class Coordinator(Server):
         if self.settings.run_dir is not None:
             state.export(self.shelf.model, self.settings.run_dir, step=self.step)
         self.context.beat("end")
-        everyone = [{"peak_memory_bytes": self.memory.bytes()}, *self.left.values(), *self.followers_left.values()]
+        reports = [{"peak_memory_bytes": self.memory.bytes()}, *self.final_figures.values(),
+                   *self.followers_left.values()]
         if any(device.kind == "cuda" for device in self.settings.devices):  # what servers hold is no GPU's
-            everyone = list(self.left.values()) or everyone
+            reports = list(self.final_figures.values()) or reports
         return {
             "plan": str(self.plan),
             "world_size": self.context.world_size,
@@ -810,12 +811,12 @@ class Coordinator(Server):
             "validation_loss": self.evaluated.get("validation_loss"),
             "metrics": {name: value for name, value in self.evaluated.items() if name != "validation_loss"},
             "wall_s": time.monotonic() - self.started_s,
-            "peak_memory_bytes": max(figures["peak_memory_bytes"] for figures in everyone),
+            "peak_memory_bytes": max(figures["peak_memory_bytes"] for figures in reports),
             "save_blocked_s": self.blocked_s,
             "staleness": {str(stale): count for stale, count in sorted(self.staleness.items())},
             "workers": {str(number): {key: value for key, value in sorted(figures.items())
                                       if key != "peak_memory_bytes"}
-                        for number, figures in sorted(self.left.items())},
+                        for number, figures in sorted(self.final_figures.items())},
             **self.losses.summary(),
             **({"stopped": stopped} if stopped is not None else {}),
         }

@@ -74,10 +74,10 @@ class Meetings:
         Raises:
             TrainingError: another worker brought something else.
         """
-        for other, theirs in self.brought.items():
-            if _kind(theirs) != _kind(message):
+        for other, other_message in self.brought.items():
+            if _kind(other_message) != _kind(message):
                 raise TrainingError(
-                    f"ranks do different things in a step: worker {other} is at {_in_words(theirs)}, and worker "
+                    f"ranks do different things in a step: worker {other} is at {_in_words(other_message)}, and worker "
                     f"{worker} at {_in_words(message)}",
                     hint="all ranks must call the same verbs in the same order: a condition on samples holds on some "
                          "ranks alone; give each sample a weight in the loss in its place")

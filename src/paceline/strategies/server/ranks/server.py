@@ -110,7 +110,7 @@ class Server:
         if "make" in order:
             self._make(order)
         elif "update" in order:
-            self._update_one(order)
+            self._step_optimizer(order)
         elif "end" in order:
             self._end_step(order)
         elif "open" in order:
@@ -195,7 +195,7 @@ class Server:
         if self.writer is not None:
             self.writer.poll()
 
-    def _update_one(self, order: dict[str, Any]) -> None:
+    def _step_optimizer(self, order: dict[str, Any]) -> None:
         """An update within a step of the job's own."""
         self.context.beat("optimizer")
         shelf = self.shelf
@@ -205,7 +205,7 @@ class Server:
                 if p.grad is not None:
                     self.gradients[name] = p.grad + self.gradients[name] if name in self.gradients else p.grad.clone()
         with self.exchange.making:
-            shelf.update_one(order["optimizer"], clip=order["clip"])
+            shelf.step_optimizer(order["optimizer"], clip=order["clip"])
             self.exchange.made(order["update"], version=order["update"] + 1)
 
     def _end_step(self, order: dict[str, Any]) -> None:

@@ -97,10 +97,10 @@ class ServerState:
             with torch.no_grad():
                 view.copy_(rows(self.trainable[part.name], part))
             self.parameters[part.name] = torch.nn.Parameter(view)
-            mine = [name for name, source in following.items() if source == part.name]
+            follower_names = [name for name, source in following.items() if source == part.name]
             followers |= {name: torch.nn.Parameter(rows(every[name], part).clone(), requires_grad=False)
-                          for name in mine}
-            extents |= dict.fromkeys((part.name, *mine), Extent(part.shape, part.offsets))
+                          for name in follower_names}
+            extents |= dict.fromkeys((part.name, *follower_names), Extent(part.shape, part.offsets))
         frozen = {name: p for name, p in every.items() if not p.requires_grad and name not in following
                   } if server == 0 else {}
         self.local_parameters = {**self.parameters, **followers, **frozen}
@@ -173,7 +173,7 @@ class ServerState:
             step_schedule(self.schedule)
         self.drop_gradients()
 
-    def update_one(self, name: str, *, clip: float) -> None:
+    def step_optimizer(self, name: str, *, clip: float) -> None:
         """One step of an optimizer of several, and of its schedule. clip: as in `update`."""
         self._scale(clip)
         assert isinstance(self.optimizer, NamedOptimizers)

@@ -376,7 +376,7 @@ class _Inbox:
         return self.asks and (not self.takes_any or self.is_waiting or self.arrivals.pull_s > _QUICK * self.step_s)
 
     def _ask(self, order: dict[str, Any]) -> None:
-        if order.get("version", -1) > self.arrivals.asked:
+        if order.get("version", -1) > self.arrivals.requested_version:
             self.arrivals.ask(order["version"])
 
     def _listen(self) -> None:
