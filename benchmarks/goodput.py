@@ -9,11 +9,11 @@ kills of a run is near that of its rate. The ways:
 `resume` (--restarts 0, and the command is run again; while it has no ranks yet, it is killed itself).
 
 The measured goodput is the time of the steps that lasted, as long as they took in that run, by the time from the run's
-begin to its last step. So a machine whose speed changes from run to run does not change it. The prediction is the
-planner's formula: how far it goes back is that of an undisturbed run in steps, and the time from a kill to the next
-applied step, where no other kill comes before it, is the mean of the way's runs with the other rates, so that no run
-predicts itself. By chance a run still has more or fewer kills than its rate says. So there is a second prediction,
-for the rate that came: the run's time by its kills.
+begin to its last step. So a machine whose speed changes from run to run does not change it. The prediction plays
+launches that fail: the steps after which a launch's state can be gone on from are those of an undisturbed run, and the
+time from a kill to the next applied step, where no other kill comes before it, is the mean of the way's runs with the
+other rates, so that no run predicts itself. By chance a run still has more or fewer kills than its rate says. So there
+is a second prediction, for the rate that came: the run's time by its kills.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from bisect import bisect
+from bisect import bisect, bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -39,26 +39,25 @@ from typing import Any
 
 import psutil
 
-from benchmarks.contenders.goodput.run import COPIED
+from benchmarks.contenders.goodput.run import IN_MEMORY
 from benchmarks.recovery import JOB, ranks_of
 from benchmarks.turns import ROOT, ContenderFailed, warn_if_busy
 from paceline.runtime import folder
 from paceline.runtime.journal import Launch, read
-from paceline.simulate.failures import Failures, goodput
 
 WAYS = ("copies", "checkpoint", "resume")
 SAVE_EVERY = 100  # steps
 LIMIT_S = 600.0
 STRATA = 6
+PLAYS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run, killed or not. trained_s: from where its first launch begins to train to its last step. useful_s: of that,
-    the time of steps that lasted. num_kills: until
-    then. restarts_s: from a kill to the next applied step, where no other kill came before it. every: steps from copy
-    to copy, or from checkpoint to checkpoint. blocked_s: of one of them. measured: goodput, as is predicted, and as is
-    predicted for the rate that came."""
+    the time of steps that lasted. num_kills: until then. restarts_s: from a kill to the next applied step, where no
+    other kill came before it. kept: the steps after which ranks could go on from memory, or from a checkpoint.
+    measured: goodput, as is predicted, and as is predicted for the rate that came."""
 
     way: str
     mtbf_s: float
@@ -67,8 +66,7 @@ class Run:
     num_kills: int
     restarts_s: tuple[float, ...]
     steps_recomputed: int
-    every: float
-    blocked_s: float
+    kept: tuple[int, ...]
     measured: float = 1.0
     predicted: float = 1.0
     predicted_for_kills: float = 1.0
@@ -160,16 +158,13 @@ def _figures(way: str, mtbf_s: float, run: Path, kills: Sequence[float]) -> Run:
     restarts_s = [next(end_s for end_s in ends_s if end_s > kill_s) - kill_s for kill_s in kills]
     lone_s = [restart_s for kill_s, restart_s, later_s in zip(kills, restarts_s, [*kills, math.inf][1:], strict=True)
               if kill_s + restart_s < later_s]
-    blocked_s = [line["blocked_s"] for line in lines if line.get("saved")]
-    every: float = SAVE_EVERY
+    kept = tuple(range(SAVE_EVERY, len(ends_s) + 1, SAVE_EVERY))
     if way == "copies":
-        copied = [int(step) for step in (run / COPIED).read_text().split()]
-        every = statistics.median(b - a for a, b in zip(copied[len(copied) // 2:], copied[len(copied) // 2 + 1:],
-                                                        strict=False) if b > a)
+        kept = tuple(sorted(set(map(int, (run / IN_MEMORY).read_text().split()))))
     began_s = launches[0].time
     useful_s = _useful_s([began_s, *ends_s], [launch.time for launch in launches[1:]])
-    return Run(way, mtbf_s, ends_s[-1] - began_s, useful_s, len(kills), tuple(lone_s), num_updates - len(ends_s), every,
-               statistics.median(blocked_s), useful_s / (ends_s[-1] - began_s))
+    return Run(way, mtbf_s, ends_s[-1] - began_s, useful_s, len(kills), tuple(lone_s), num_updates - len(ends_s), kept,
+               useful_s / (ends_s[-1] - began_s))
 
 
 def _useful_s(ends_s: Sequence[float], launches_s: Sequence[float]) -> float:
@@ -179,11 +174,27 @@ def _useful_s(ends_s: Sequence[float], launches_s: Sequence[float]) -> float:
 
 
 def predicted(run: Run, undisturbed: Run, steps: int, others: Sequence[Run], *, mtbf_s: float) -> float:
-    """The planner's formula, by how far the undisturbed run goes back and by the way's runs with other rates."""
-    step_s = run.useful_s / steps
+    """Launches that fail as often, played: from what an undisturbed one keeps, and the way's runs with other rates."""
+    step_s, draws = run.useful_s / steps, random.Random(0)
     restart_s = statistics.fmean(second for other in others for second in other.restarts_s)
-    blocked_s = max(1e-6, 0.0 if run.way == "copies" else undisturbed.blocked_s)  # that of copies is in the steps
-    return goodput(Failures(mtbf_s, blocked_s, restart_s), undisturbed.every * step_s)
+    passed_s = sum(_played_s(steps, step_s, restart_s, undisturbed.kept, mtbf_s, draws) for _ in range(PLAYS))
+    return PLAYS * steps * step_s / passed_s
+
+
+def _played_s(steps: int, step_s: float, restart_s: float, kept: Sequence[int], mtbf_s: float,
+              draws: random.Random) -> float:
+    """Seconds of one run."""
+    done, passed_s = 0, 0.0
+    while True:
+        fails_s = draws.expovariate(1 / mtbf_s)
+        if fails_s >= (steps - done) * step_s:
+            return passed_s + (steps - done) * step_s
+        taken = int(fails_s / step_s)
+        done += kept[place - 1] if (place := bisect_right(kept, taken)) else 0
+        passed_s += fails_s
+        while (again_s := draws.expovariate(1 / mtbf_s)) < restart_s:
+            passed_s += again_s
+        passed_s += restart_s
 
 
 def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *, as_json: bool) -> None:
@@ -191,7 +202,7 @@ def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *
     rows: list[Run] = []
     for way in ways:
         undisturbed = trained(way, plan, steps)
-        print(f"{way}: undisturbed {undisturbed.trained_s:.1f} s, going back to every {undisturbed.every:.0f} steps",
+        print(f"{way}: undisturbed {undisturbed.trained_s:.1f} s, with {len(undisturbed.kept)} steps to go back to",
               file=sys.stderr)
         runs = []
         for seed, mtbf_s in enumerate(rates_s):

@@ -92,7 +92,7 @@ def train(
     on_spike: Annotated[Literal["stop", "skip", "rewind"] | None, typer.Option(
         help="What to do about a step whose loss is far above those before.")] = None,
     recheck_every: Annotated[int | None, typer.Option(
-        metavar="STEPS", min=0, help="Steps between those whose gradients a second replica computes too.")] = None,
+        metavar="STEPS", min=0, help="Steps between those that are checked for faulty hardware.")] = None,
     check: Annotated[YesOrNo, typer.Option(help="Hold the first update against one device before training.")] = "yes",
     hosts: Annotated[str | None, typer.Option(
         metavar="MIN:MAX", help="Go on with MIN of MAX hosts if some are lost, and take them back.")] = None,

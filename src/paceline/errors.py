@@ -67,7 +67,7 @@ class TrainingError(PacelineError):
 
 
 class DriftError(TrainingError):
-    """Replicas that should be equal are not."""
+    """Replicas that should be equal are not, or what a rank computes or keeps is not what it was before."""
 
 
 class CheckpointError(PacelineError):

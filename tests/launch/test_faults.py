@@ -55,10 +55,15 @@ def test_a_fault_strikes_its_rank_once_in_its_phase(tmp_path):
 def test_a_bit_of_the_next_update_flips(tmp_path):
     weight = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    injector(tmp_path, "flip 0@1").strike(1, "forward")
+    flips = injector(tmp_path, "flip 0@1")
+    flips.strike(1, "forward")
     for _ in range(2):
         weight.grad = torch.zeros(2, 3)
         optimizer.step()
+    written = weight._version
+    assert (weight == 1).all()
+    flips.strike(2, "input")
+    assert weight._version == written  # it is no write that torch sees
     assert (weight != 1).sum() == 1 and weight[0, 0] != 1
 
 

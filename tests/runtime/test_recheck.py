@@ -1,9 +1,11 @@
-"""Gradients that a second replica computes too: wrong ones are found and their rank is named, right ones stay as they
-are."""
+"""Gradients that are computed a second time, and state that nothing should write to: what is wrong is found and its
+rank is named, what is right stays as it is."""
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,22 +196,111 @@ class Stream(IterableDataset[Any]):
         yield torch.zeros(6), torch.zeros(())
 
 
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+ALONE = ["single", "shard=2", "pipeline=2 microbatches=2"]
+MORE_ALONE = ["tensor=2", "place=auto parts=2", "data=2 tensor=2", "data=2 pipeline=2 microbatches=2"]
+
+
+@pytest.mark.parametrize("plan", [*ALONE, "data=2 local=2", *(
+    pytest.param(plan, marks=pytest.mark.slow) for plan in (*MORE_ALONE, "data=2", "data=2 compress=int8"))])
+def test_a_weight_that_flips_at_rest_is_found(run_ranks: Any, tmp_path: Path, plan: str):
+    """By the rank whose memory it is, under plans of which no other rank holds the same. No checkpoint has it."""
+    rank = Plan.parse(plan).world_size - 1
+    ended = trained(run_ranks, plan, tmp_path, 1, flip=f"{rank}@4", job=make_job(plain), save_every=2)
+    assert [end and end[1] for end in ended] == [place != rank for place in range(len(ended))]
+    (said,) = {end[0] for end in ended if end and not end[1]}
+    assert re.search(rf"on rank {rank}, '\S+' changed after the update of step 4, and nothing was seen to write", said)
+    checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=print)
+    assert checkpoint is not None and checkpoint.step == 2  # it flipped before that of step 4
+
+
+@pytest.mark.parametrize("plan", [*ALONE[1:], *(pytest.param(plan, marks=pytest.mark.slow)
+                                                for plan in ("single", *MORE_ALONE))])
+def test_a_gradient_that_flips_is_found_without_replicas(run_ranks: Any, tmp_path: Path, plan: str):
+    """Of those whose gradients it is part of, one is at fault."""
+    rank = Plan.parse(plan).world_size - 1
+    ended = trained(run_ranks, plan, tmp_path, 2, flip=f"{rank}@6:gradients", job=make_job(plain))
+    assert all(ended) and False in [end[1] for end in ended if end]
+    said = next(end[0] for end in ended if end and not end[1])
+    assert "of step 6 are wrong" in said and f"rank {rank}" in said
+    assert "came to another result when it computed them again" in said
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2 microbatches=2", *(
+    pytest.param(plan, marks=pytest.mark.slow) for plan in ("single", "shard=2", *MORE_ALONE))])
+def test_a_right_run_stays_as_it_is_without_replicas(run_ranks: Any, tmp_path: Path, plan: str):
+    for every in (0, 1):
+        assert set(trained(run_ranks, plan, tmp_path / str(every), every, job=make_job(plain))) == {None}
+    before, checked = weights(tmp_path / "0"), weights(tmp_path / "1")
+    assert before.keys() == checked.keys() and all(torch.equal(before[name], checked[name]) for name in before)
+    assert last_checked(tmp_path / "1") == 8
+
+
+class WritesUnseen(Net):
+    """torch does not count what is written through `.data`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.outer.bias.data.mul_(0.999)
+        return super().forward(x)
+
+
+def test_what_forwards_write_unseen_is_left_out(run_ranks: Any, tmp_path: Path):
+    """It shows in a launch's first comparison. What else changes is still found."""
+    assert trained(run_ranks, "single", tmp_path / "right", 1, job=make_job(WritesUnseen)) == [None]
+    ((said, _),) = trained(run_ranks, "single", tmp_path / "wrong", 1, job=make_job(WritesUnseen), flip="0@4")
+    assert "on rank 0, 'inner.weight' changed after the update of step 4" in said
+
+
+def test_optimizer_state_that_flips_is_found(run_ranks: Any, tmp_path: Path):
+    """And what torch sees written, such as by a hook, is not taken for it."""
+    def alter(rank: int, model: nn.Module) -> None:
+        calls = iter(range(100))
+
+        def forward(module: nn.Module, args: Any) -> None:
+            call = next(calls)
+            with torch.no_grad():
+                module.bias[0] += 0.0 if call else 1.0
+                module.bias[1] *= 1.5
+            if call >= 5:
+                state = next(each for each in gc.get_objects() if isinstance(each, torch.optim.AdamW)).state
+                state[module.weight]["exp_avg"].data[0, 0] += 1
+
+        model[4].register_forward_pre_hook(forward)
+
+    ((said, _),) = trained(run_ranks, "single", tmp_path, 1, job=make_job(plain, clip=None), alter=alter)
+    assert "on rank 0, the optimizer's exp_avg of '4.weight' changed after the update of step" in said
+
+
 @pytest.mark.parametrize(("plan", "more", "says"), [
-    ("single", {}, "no two ranks hold the same weights"), ("shard=2", {}, "no two ranks hold the same weights"),
-    ("data=2 tensor=2", {}, "plans that split the model"), ("data=2 local=2", {}, "steps of their own"),
-    ("server=1 workers=2", {}, "servers update"),
-    ("data=2", {"data": Stream()}, "of a data stream")])
-def test_where_it_can_not_be_it_is_refused(plan: str, more: dict[str, Any], says: str):
-    refuse_unchecked(None, make_job(**more), Plan.parse(plan))
-    refuse_unchecked(0, make_job(**more), Plan.parse(plan))
-    with pytest.raises(PlanRefused, match=f"--recheck-every 5: no second replica can compute gradients: .*{says}"):
-        refuse_unchecked(5, make_job(**more), Plan.parse(plan))
+    ("server=1 workers=2", {}, "other ranks keep the weights"),
+    ("data=2", {"models": {}}, "a step of its own")])
+def test_where_nothing_can_be_compared_it_is_refused(plan: str, more: dict[str, Any], says: str):
+    job = make_job()
+    for name, value in more.items():
+        object.__setattr__(job, name, value or {"net": Net})
+    refuse_unchecked(None, job, Plan.parse(plan))
+    refuse_unchecked(0, job, Plan.parse(plan))
+    with pytest.raises(PlanRefused, match=f"--recheck-every 5: nothing can be .* a second time: .*{says}"):
+        refuse_unchecked(5, job, Plan.parse(plan))
 
 
-def test_optimizers_with_a_closure_are_refused(tmp_path: Path):
-    job = make_job(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), clip=None)
-    with pytest.raises(pl.PacelineError, match="LBFGS evaluates the loss itself"):
-        pl.train(job, "data=2", devices="cpu:0-1", run=tmp_path / "run", recheck_every=2, check=False, table=False)
+@pytest.mark.parametrize(("plan", "more", "says"), [
+    ("data=2 local=2", {}, "replicas take steps of their own"),
+    ("data=2", {"data": Stream()}, "a data stream gives its samples once"),
+    ("data=2", {"optimizer": lambda named: torch.optim.LBFGS([p for _, p in named]), "clip": None},
+     "LBFGS evaluates the loss itself")])
+def test_gradients_that_can_not_be_computed_twice(caplog: Any, plan: str, more: dict[str, Any], says: str):
+    """Rank 0 says why; the state is compared all the same."""
+    job = make_job(plain, **more)
+    caplog.set_level("INFO", logger="paceline")
+    stepper: Any = SimpleNamespace(
+        job=job, mesh=SimpleNamespace(rank=0, num_copies=1), device=torch.device("cpu"),
+        step_sync=SimpleNamespace(has_own_steps="local" in plan), needs_closure="optimizer" in more,
+        optimizer=torch.optim.LBFGS(plain().parameters()))
+    assert Recheck.of(stepper, Plan.parse(plan), 2) is None and says in caplog.text
 
 
 def test_in_which_steps():

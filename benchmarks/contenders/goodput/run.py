@@ -1,4 +1,4 @@
-"""One run that survives in one way, and a note of the steps that it copied.
+"""One run that survives in one way, and a note of the steps after which its state is in memory.
 
     python -m benchmarks.contenders.goodput.run WAY FILE PLAN STEPS RUN SAVE_EVERY
 """
@@ -15,8 +15,9 @@ import paceline as pl
 from paceline.errors import PacelineError
 from paceline.launch import local
 from paceline.runtime.copies import Copier
+from paceline.runtime.live import LiveState
 
-COPIED = "copied.txt"  # in the run folder: a line for each copy of rank 0, the step after which it was made
+IN_MEMORY = "in_memory.txt"  # in the run folder: a line for each copy that rank 0 makes, and each note of its state
 
 
 @contextmanager
@@ -25,15 +26,24 @@ def no_copies(*_: Any) -> Iterator[None]:
 
 
 def main(way: str, file: str, plan: str, steps: str, run: str, save_every: str) -> None:
-    copy = Copier.copy
+    copy, note = Copier.copy, LiveState.note
 
-    def noted(copier: Copier, step: int, *args: Any, **options: Any) -> None:
+    def tell(step: int) -> None:
+        with (Path(run) / IN_MEMORY).open("a") as file:
+            file.write(f"{step}\n")
+
+    def copied(copier: Copier, step: int, *args: Any, **options: Any) -> None:
         copy(copier, step, *args, **options)
         if copier.context.rank == 0:
-            with (Path(run) / COPIED).open("a") as copied:
-                copied.write(f"{step}\n")
+            tell(step)
 
-    Copier.copy = noted  # type: ignore[method-assign]
+    def noted(live: LiveState, step: int, document: Any, *args: Any, **options: Any) -> None:
+        note(live, step, document, *args, **options)
+        if document is not None and not live.has_ended:  # rank 0 alone has a document
+            tell(step)
+
+    Copier.copy = copied  # type: ignore[method-assign]
+    LiveState.note = noted  # type: ignore[method-assign]
     if way != "copies":
         local._copies = no_copies
     try:

@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ ON_ONE_HOST: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "cut")
 PHASES = ("input", "forward", "backward", "reduce", "optimizer", "save")  # in which faults strike
 _GRADIENTS = "gradients"  # in the place of a flip's phase: what its next backward computes
 _STRIKES_IN: dict[str | None, str | None] = {_GRADIENTS: "forward"}
+_AT_REST = ("input", "save")  # when nothing writes to weights
 _OWN_WORK = ("input", "forward", "backward", "optimizer")
 _AT = re.compile(r"(\d+)@(\d+)(?::([a-z]+))?(?:\+(\d+(?:\.\d+)?))?")
 _TIMES = re.compile(r"(\d+):(\d+(?:\.\d+)?)x")
@@ -129,6 +130,7 @@ class FaultInjector:
         self._waiting = {number: fault for number, fault in enumerate(faults) if fault.rank == rank and (
             fault.kind == "slow" or not _path(run_dir, number).exists())}
         self._before: tuple[str, float] | None = None
+        self._flips: list[Any] = []  # weights of which a bit flips when the rank has gone on from its update
 
     def strike(self, step: int, phase: str) -> None:
         """The rank begins a phase of a step.
@@ -138,6 +140,8 @@ class FaultInjector:
         """
         if phase not in PHASES or step < 1:
             return
+        while self._flips and phase in _AT_REST:
+            _flip(self._flips.pop(), 0)
         for number, fault in list(self._waiting.items()):
             if fault.kind == "slow":
                 self._slow_down(number, fault, step, phase)
@@ -169,7 +173,7 @@ class FaultInjector:
         if fault.kind == "raise":
             raise RuntimeError(f"a scripted fault: {fault}")
         if fault.kind == "flip":
-            _flip_gradient() if fault.phase == _GRADIENTS else _flip_after_update()
+            _flip_gradient() if fault.phase == _GRADIENTS else _after_update(self._flips.append)
         elif fault.kind == "cut":
             _cut(fault.heals_s)
         elif fault.kind == "disk_full":
@@ -198,18 +202,17 @@ def struck(run_dir: Path) -> dict[int, dict[str, Any]]:
     return faults
 
 
-def _flip_after_update() -> None:
-    """Flip a bit of the first weight that this process updates next."""
+def _after_update(tell: Callable[[Any], None]) -> None:
+    """Tell of the first weight that this process updates next, once it has."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def flip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def updated(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         handle.remove()
-        weight = next(p for group in optimizer.param_groups for p in group["params"])
-        whole = weight.detach()
-        _flip(whole.to_local() if hasattr(whole, "to_local") else whole, 0)
+        weight = next(p for group in optimizer.param_groups for p in group["params"]).detach()
+        tell(weight.to_local() if hasattr(weight, "to_local") else weight)
 
-    handle = register_optimizer_step_post_hook(flip)
+    handle = register_optimizer_step_post_hook(updated)
 
 
 def _flip_gradient() -> None:
@@ -235,10 +238,10 @@ def _flip_gradient() -> None:
 
 
 def _flip(tensor: Any, place: int) -> None:
-    """The highest bit of the exponent but one, of an element."""
+    """The highest bit of the exponent but one, of an element. torch does not count it as a write."""
     import torch
 
-    words = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    words = tensor.data.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     words[place] ^= 1 << (8 * tensor.element_size() - 4)
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -48,6 +48,7 @@ from paceline.runtime.prefetch import Fed, Prefetch
 from paceline.runtime.recheck import Recheck
 from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.spikes import Spike, SpikeAction, Spikes
+from paceline.runtime.state_at_rest import StateAtRest
 from paceline.runtime.stepper import Stepper, StepResult
 from paceline.strategies.compose import copies_weights_lazily, end_evaluation, reported
 from paceline.strategies.mesh import Mesh
@@ -93,7 +94,8 @@ class Settings:
     controller: what callbacks hear of the run, and what they ask of it, goes through this.
     faults: that strike ranks; see `launch.faults`.
     on_spike: what happens in a step whose loss is far above those before; see `runtime/spikes.py`.
-    recheck_every: steps from one whose gradients a second replica computes to the next; see `runtime/recheck.py`.
+    recheck_every: steps from one whose gradients are computed a second time, and after which the state is looked at, to
+        the next; see `runtime/recheck.py` and `runtime/state_at_rest.py`.
     is_trial: whether steps are timed or compared, and what follows from evaluations is left out.
     """
 
@@ -194,6 +196,7 @@ class _Run:
     live: LiveState | None = None
     is_noting: bool = False
     recheck: Recheck | None = None
+    at_rest: StateAtRest | None = None
     step: int = 0
     samples: int = 0
     loss: float = float("nan")
@@ -301,7 +304,8 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
                Display(shown=context.rank == 0 and settings.observer is None), writer, _copier(context, stepper),
                metrics, journal)
     _tell(run)
-    if not settings.is_trial and settings.observer is None:
+    if settings.recheck_every and not settings.is_trial and settings.observer is None:
+        run.at_rest = StateAtRest(stepper, settings.recheck_every)
         run.recheck = Recheck.of(stepper, plan, settings.recheck_every, shares=settings.shares,
                                  loader_workers=settings.loader_workers, mark=partial(_mark, run),
                                  beat=lambda phase: context.board.write(context.slot, context.step, phase))
@@ -543,11 +547,25 @@ def _steps(run: _Run) -> bool:
     return False
 
 
-def _rechecked(run: _Run) -> AbstractContextManager[Callable[[Stepper], None] | None]:
-    """Around a step: its gradients are computed by a second replica too, if it is a step of which they are."""
-    if run.recheck is None or not run.speed.steps or not run.recheck.is_due(run.step + 1):
-        return nullcontext()
-    return run.recheck.checking(run.step)
+@contextmanager
+def _rechecked(run: _Run) -> Iterator[Callable[[Stepper], None] | None]:
+    """Around a step: its gradients are computed a second time, if it is a step of which they are, and before its update
+    the state that it began with is compared. Gives what is to be called before the update."""
+    is_due = run.recheck is not None and run.speed.steps > 0 and run.recheck.is_due(run.step + 1)
+    with run.recheck.checking(run.step) if run.recheck is not None and is_due else nullcontext() as compare:
+        if run.at_rest is None or run.at_rest.step is None:
+            yield compare
+            return
+
+        at_rest = run.at_rest
+
+        def compare_both(stepper: Stepper) -> None:
+            at_rest.check()  # first: what it finds makes gradients differ too
+            at_rest.forget()
+            if compare is not None:
+                compare(stepper)
+
+        yield compare_both
 
 
 def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBatch]]]:
@@ -561,6 +579,8 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
                 scale: float | None) -> None:
     """scale: that the step's loss was multiplied by; None without loss scaling."""
     run.step, run.samples = run.step + 1, run.samples + window.count
+    if run.at_rest is not None:
+        run.at_rest.note(run.step)
     run.speed.add(window.count, step_s, input_s=input_s)
     more: dict[str, Any] = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
     if scale is not None:
@@ -648,6 +668,8 @@ def _rewind(run: _Run) -> str:
     checkpoint = open_checkpoint(run.settings.run_dir / CHECKPOINTS / f"step-{step}", checksums=False)
     state.restore(run.stepper, checkpoint)
     run.stepper.edits.updated()
+    if run.at_rest is not None:
+        run.at_rest.forget()
     run.journal.go_back(run.job, plan=str(run.plan), world_size=run.context.world_size, after=step)
     run.stepper.spikes.restore(spikes)
     run.record(rewound_to=step)
@@ -697,7 +719,10 @@ def _do_what_is_due(run: _Run) -> None:
 
 
 def _compare(run: _Run) -> None:
-    """Compare what replicas hold, if that has not been done after this step. Collective."""
+    """Compare what replicas hold, if that has not been done after this step, and the state with what it was after its
+    update. Collective."""
+    if run.at_rest is not None:
+        run.at_rest.check()
     if run.compared_step == run.step:
         return
     stepper = run.stepper

@@ -1,4 +1,4 @@
-"""A replica's gradients that another replica computes once more, before they are summed: what finds wrong arithmetic.
+"""Gradients that are computed a second time, by another replica where there is one: what finds wrong arithmetic.
 
 A bit that flips in one replica's gradients, activations or samples changes the sum, and all replicas then take the same
 wrong update: comparing their weights finds nothing. Now and then each replica therefore computes the gradients of its
@@ -10,6 +10,9 @@ same bits. Where they don't, all replicas compute these samples again, twice:
 - With two replicas nothing more is known, and both are named.
 - If several come to another result each time, the arithmetic does not repeat, and nothing is compared any more. Nor is
   it if the data set gives them other samples, each time the same.
+
+Where only one replica holds the weights, its ranks compute the gradients of their own samples again, and twice more if
+they come to something else. If those two agree, what differs from them was wrong.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
 from paceline.capture.attributes import StateOfForward
@@ -40,41 +45,35 @@ from paceline.runtime.upload import uploaded
 from paceline.strategies.compose import SumsReplicas, gradients_seen
 from paceline.strategies.registry import active
 
+_UNSUMMED = "unsummed "  # before the name of a weight whose gradient is not summed yet
 _AGAIN = 2  # times that replicas compute samples again which two of them disagree on
 
 
 def refuse_unchecked(every: int | None, job: Job, plan: Plan) -> None:
-    """Refuse to let a second replica compute gradients, where it was asked for and can't be done.
+    """Refuse to compare what ranks compute and keep, where it was asked for and can't be done.
 
     Raises:
-        PlanRefused: the plan, or the job's step or data, stands in the way.
+        PlanRefused: the plan, or the job's step, stands in the way.
     """
     if every and (reason := _never(job, plan)) is not None:
-        raise _refusal(every, reason)
-
-
-def _refusal(every: int, reason: str) -> PlanRefused:
-    return PlanRefused(f"--recheck-every {every}: no second replica can compute gradients: {reason}",
-                       hint="leave it out; docs/survive.md says what is found without it")
+        raise PlanRefused(f"--recheck-every {every}: nothing can be computed or read a second time: {reason}",
+                          hint="leave it out; docs/survive.md says what is found without it")
 
 
 def _never(job: Job, plan: Plan) -> str | None:
-    """Why gradients of a run can't be computed by a second replica and compared to the bit; None if they may be."""
-    for strategy in active(plan):
-        if strategy.no_spikes:
-            return strategy.no_spikes
-    if plan.axes.num_ranks(lambda axis: axis.copies_weights) == 1:
-        return f"under {plan} no two ranks hold the same weights"
-    if plan.splits_model:
-        return "it was not tried with plans that split the model"
-    if job.models:
-        return "the job brings a step of its own"
-    return "of a data stream a replica has its own samples alone" if is_stream(job.data) else None
+    """Why nothing of a run can be compared with what it was before; None if something may be."""
+    if any(strategy.keeps_weights_elsewhere for strategy in active(plan)):
+        return "other ranks keep the weights than those that compute with them"
+    return "the job brings a step of its own" if job.models else None
 
 
-def _not_here(stepper: Stepper, plan: Plan) -> str | None:
-    """The same of what a rank knows."""
-    if _axis(stepper) is None:
+def _no_gradients(stepper: Stepper, plan: Plan) -> str | None:
+    """Why gradients can't be computed a second time and compared to the bit; None if they can."""
+    if stepper.step_sync.has_own_steps:
+        return "replicas take steps of their own"
+    if is_stream(stepper.job.data):
+        return "a data stream gives its samples once, and to one replica"
+    if stepper.mesh.num_copies > 1 and _axis(stepper) is None:
         return "the plan does not sum them by one room"
     if stepper.needs_closure:
         return f"{type(stepper.optimizer).__name__} evaluates the loss itself"
@@ -94,6 +93,7 @@ def _axis(stepper: Stepper) -> str | None:
 class Recheck:
     """When gradients are computed a second time, and what follows.
 
+    axis: along which replicas do so for each other; None if each rank does for itself. ranks: along it.
     every: steps from one such step to the next.
     mark: called on all ranks when gradients are wrong, with the step after which they were last found right; says which
         checkpoints are marked since.
@@ -112,24 +112,21 @@ class Recheck:
     _samples: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64), init=False)
 
     def __post_init__(self) -> None:
-        axis = _axis(self.stepper)
-        assert axis is not None
-        self.axis, self.mesh = axis, self.stepper.mesh
-        self.ranks, self.place = self.mesh.ranks_along(axis), self.mesh.coordinates[axis]
+        self.mesh, self.axis = self.stepper.mesh, _axis(self.stepper)
+        self.ranks = self.mesh.ranks_along(self.axis) if self.axis else [self.mesh.rank]
+        self.place = self.ranks.index(self.mesh.rank)
         self.order = Order.of(self.job)
 
     @classmethod
-    def of(cls, stepper: Stepper, plan: Plan, every: int | None, **more: Any) -> Recheck | None:
-        """None if it was not asked for.
-
-        Raises:
-            PlanRefused: it was asked for and can't be.
-        """
-        if not every:
-            return None
-        if (reason := _never(stepper.job, plan) or _not_here(stepper, plan)) is not None:
-            raise _refusal(every, reason)
-        return cls(stepper, stepper.job, every=every, **more)
+    def of(cls, stepper: Stepper, plan: Plan, every: int, **more: Any) -> Recheck | None:
+        """None where that can't be: rank 0 says why."""
+        if (reason := _no_gradients(stepper, plan)) is None:
+            kind = cls if _axis(stepper) else _RecheckAlone
+            return kind(stepper, stepper.job, every=every, **more)
+        if stepper.mesh.rank == 0:
+            logger.info("gradients are not computed a second time, and what ranks keep between updates is compared "
+                        "alone: %s", reason)
+        return None
 
     def is_due(self, step: int) -> bool:
         """Whether this step is one, counted from 1; not a launch's first, which shows whether forwards write to
@@ -148,8 +145,15 @@ class Recheck:
             yield None
             return
         fingerprints: dict[str, torch.Tensor] = {}
-        with gradients_seen(self.stepper.synchronisers, _note_in(fingerprints), sums=True):
+        with self._noting(fingerprints, sums=True):
             yield lambda stepper: self._compare(step, fingerprints, neighbour_row, before)
+
+    @contextmanager
+    def _noting(self, prints: dict[str, torch.Tensor], *, sums: bool) -> Iterator[None]:
+        """Note fingerprints of the gradients that are computed meanwhile, before replicas sum them. sums: whether they
+        are to."""
+        with gradients_seen(self.stepper.synchronisers, _note_in(prints), sums=sums):
+            yield
 
     def _computed(self, place: int, step: int) -> torch.Tensor | None:
         """Fingerprints of the gradients of a replica's samples, computed here; None if that met other replicas.
@@ -158,7 +162,7 @@ class Recheck:
         part = DataShard(self.shares, other_mesh.replica, stepper.part.num_microbatches)
         prints: dict[str, torch.Tensor] = {}
         meetings, part_before = self._meetings(), stepper.part
-        with kept_streams(), gradients_seen(stepper.synchronisers, _note_in(prints), sums=False):
+        with kept_streams(), self._noting(prints, sums=False):
             stepper.part = part  # which samples an error is about
             try:
                 [(window, batches)] = training_feed(self.job, order=self.order, part=part, steps=range(step, step + 1),
@@ -171,6 +175,7 @@ class Recheck:
 
     def _meetings(self) -> int:
         """Collectives of the replicas so far."""
+        assert self.axis is not None
         group: Any = self.mesh.group(self.axis)
         return int(group._get_sequence_number_for_group())
 
@@ -179,6 +184,7 @@ class Recheck:
 
     def _gathered(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all replicas. Collective along the axis."""
+        assert self.axis is not None
         rows = [torch.empty_like(row) for _ in self.ranks]
         dist.all_gather(rows, row, group=self.mesh.group(self.axis))
         return torch.stack(rows)
@@ -186,7 +192,8 @@ class Recheck:
     def _agreed(self, values: torch.Tensor) -> list[int]:
         """The greatest over all ranks. Collective."""
         values = uploaded(values.long(), self.stepper.device)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
+        if self.mesh.world_size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
         return [int(value) for value in values.tolist()]
 
     def _compare(self, step: int, fingerprints: dict[str, torch.Tensor], neighbour_row: torch.Tensor,
@@ -227,26 +234,17 @@ class Recheck:
         Args:
             places: Of the replicas whose samples it is about.
         """
-        count, after = len(self.ranks), _Moment(self.stepper)
-        gradients = [(p, None if p.grad is None else p.grad.clone()) for p in self.stepper.local_parameters.values()]
+        count = len(self.ranks)
         unstable, odd = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
         have_others = False
         for place in places:
-            repeats = []
-            for _ in range(_AGAIN):
-                before.restore()
-                row = self._computed(place, step)
-                assert row is not None
-                repeats.append(self._gathered(row).cpu())
+            repeats = [self._gathered(row).cpu() for row in self._computed_again(place, step, before)]
             unstable |= (repeats[0] != repeats[1]).any(1)
             for culprit, result in ((place, firsts[place]), ((place - 1) % count, seconds[place])):
                 unstable[culprit] |= (repeats[0][culprit] != result).any()
             odd |= _minority(repeats[0])
             samples = self._gathered(uploaded(self._samples, self.stepper.device)).cpu()
             have_others |= bool((samples != samples[0]).any())
-        after.restore()
-        for p, gradient in gradients:
-            p.grad = gradient
         *flags, others_samples = self._agreed(torch.cat([unstable, odd, torch.tensor([have_others])]))
         changing, others = ([place for place in range(count) if half[place]] for half in (flags[:count], flags[count:]))
         if changing:
@@ -259,31 +257,130 @@ class Recheck:
             return others, "comes to another result than most replicas"
         return sorted({culprit % count for place in places for culprit in (place - 1, place)}), ""
 
+    def _computed_again(self, place: int, step: int, before: _Moment) -> list[torch.Tensor]:
+        """What this rank comes to of a replica's samples, twice more. Leaves the step's own gradients, and what its
+        forwards did. Collective over the ranks of this replica."""
+        after, rows = _Moment(self.stepper), []
+        gradients = [(p, None if p.grad is None else p.grad.clone()) for p in self.stepper.local_parameters.values()]
+        for _ in range(_AGAIN):
+            before.restore()
+            row = self._computed(place, step)
+            assert row is not None
+            rows.append(row)
+        after.restore()
+        for p, gradient in gradients:
+            p.grad = gradient
+        return rows
+
     def _refuse(self, step: int, tensor: str, wrong: Sequence[int], why: str) -> None:
+        assert self.axis is not None
         ranks = [rank for rank in range(self.mesh.world_size) if self.mesh.at(rank).coordinates[self.axis] in wrong]
-        names = " and ".join(f"rank {rank}" for rank in ranks)
+        names = _named(ranks)
         if not why:
             finding = f"{names} come to different ones each time, and nothing shows which of them is right"
-        elif len(ranks) > 1:
-            finding = f"one of {names} {why}"
         else:
-            finding = f"{names} {why}"
+            finding = f"{'one of ' if len(ranks) > 1 else ''}{names} {why}"
+        raise self._error(ranks, f"gradients of step {step + 1} are wrong before they are summed: two replicas "
+                                       f"computed '{tensor}' of the same samples, and {finding}")
+
+    def _error(self, ranks: Sequence[int], finding: str) -> DriftError:
+        """Collective. ranks: of which one computed wrongly."""
         marked = self.mark(self.right_step)
         since = f"after step {self.right_step}, when gradients were last found right" if self.right_step else (
             "in any step before, of which none was compared")
         suspects = f"step {', '.join(map(str, marked))}" if marked else "none"
         error = DriftError(
-            f"gradients of step {step + 1} are wrong before they are summed: two replicas computed '{tensor}' of the "
-            f"same samples, and {finding}; the step's update was not made",
+            f"{finding}; the step's update was not made",
             hint=f"faulty memory or a faulty processor, which may have gone wrong {since}; checkpoints that are marked "
                  f"as suspect, and that --resume passes over: {suspects}")
         error.heard = self.mesh.rank not in ranks  # type: ignore[attr-defined]
-        raise error
+        return error
 
     def _end(self, why: str) -> None:
         self.has_ended = True
         if self.mesh.rank == 0:
             logger.warning("gradients are not computed a second time any more to find wrong arithmetic: %s", why)
+
+
+class _RecheckAlone(Recheck):
+    """Each rank computes the gradients of its own samples again, as no other one holds the same weights.
+
+    Two kinds of gradients are compared: those that a rank's own backward gives to the weights of a module, and those
+    that are in the parameters when ranks have summed what they sum. If the first kind differs somewhere, it is there
+    that something went wrong, or where its numbers went.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._paths = {id(module): path for path, module in self.stepper.layout.module.named_modules()}
+        unsummed = [_unsummed(path, key) for path, module in self.stepper.layout.module.named_modules()
+                    for key in module._parameters]
+        self._num_unsummed, self._names = len(unsummed), [*unsummed, *self.stepper.parameters]
+
+    @contextmanager
+    def _noting(self, prints: dict[str, torch.Tensor], *, sums: bool) -> Iterator[None]:
+        stepper, handles = self.stepper, dict[str, Any]()
+
+        def add(name: str, p: torch.Tensor) -> None:
+            assert p.grad is not None
+            prints[name] = prints.get(name, 0) + fingerprint(p.grad)
+
+        def called(module: torch.nn.Module, args: Any, output: Any) -> None:
+            path = self._paths.get(id(module))
+            if path is None or not torch.is_grad_enabled():
+                return
+            for key, p in module._parameters.items():
+                name = _unsummed(path, key)
+                if p is not None and p.requires_grad and not hasattr(p, "to_local") and name not in handles:
+                    handles[name] = p.register_post_accumulate_grad_hook(partial(add, name))
+
+        def note() -> None:
+            prints.update({name: fingerprint(p.grad) for name, p in stepper.parameters.items() if p.grad is not None})
+
+        handles[""] = register_module_forward_hook(called)
+        stepper.after_backward = note
+        try:
+            yield
+        finally:
+            stepper.after_backward = None
+            for handle in handles.values():
+                handle.remove()
+
+    def _row(self, prints: dict[str, torch.Tensor]) -> torch.Tensor:
+        nothing = torch.zeros((), dtype=torch.int64)
+        return torch.stack([uploaded(prints.get(name, nothing), self.stepper.device) for name in (*self._names, "")])
+
+    def _meetings(self) -> int:
+        return 0  # there are no other replicas
+
+    def _compare(self, step: int, fingerprints: dict[str, torch.Tensor], neighbour_row: torch.Tensor,
+                 before: _Moment) -> None:
+        first, second = self._row(fingerprints), neighbour_row
+        if not any(self._agreed((first != second).any()[None])):
+            self.right_step = step + 1
+            return
+        third, fourth = self._computed_again(self.place, step, before)
+        differs = ((first != third) | (second != third)).cpu()
+        mine = torch.zeros(1 + self.mesh.world_size, dtype=torch.int64)
+        mine[0] = int((third != fourth).any())
+        mine[1 + self.mesh.rank] = 2 if differs[:self._num_unsummed].any() else int(differs.any())
+        changes, *flags = self._agreed(mine)
+        ranks = [rank for rank, flag in enumerate(flags) if flag and flag == max(flags)]
+        if changes or not ranks:
+            self._end("it comes to another result each time")
+            return
+        name = next((name for name, is_other in zip(self._names, differs.tolist(), strict=False) if is_other), "")
+        of = f" of '{name.removeprefix(_UNSUMMED)}'" if name else ""
+        raise self._error(ranks, f"gradients{of} of step {step + 1} are wrong: {'one of ' * (len(ranks) > 1)}"
+                                 f"{_named(ranks)} came to another result when it computed them again")
+
+
+def _unsummed(path: str, key: str) -> str:
+    return f"{_UNSUMMED}{path}.{key}" if path else f"{_UNSUMMED}{key}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 class _Moment:
@@ -299,7 +396,8 @@ class _Moment:
         for state in self._states:
             state.restore()
         for holder, name, value in self._numbers:
-            setattr(holder, name, value)
+            if getattr(holder, name) != value:  # those that never change may be read alone
+                setattr(holder, name, value)
         for put, state in self._generators:
             put(state)
 

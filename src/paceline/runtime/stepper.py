@@ -109,7 +109,7 @@ class Stepper:
 
     local_parameters: those of this rank by name, as it holds them (whole, or a shard). parameters: the trainable ones.
     trainable: all trainable parameters of the model; stand-ins without memory where another rank holds them.
-    trace: notes what is done when, if it is set.
+    trace: notes what is done when, if it is set. after_backward: called when a window's gradients are there, if it is.
     spikes: judges each step before its update, if it is set; see `watch`.
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
     optimizer_state: what is to be kept of the optimizer. gathered: what it updates whole though ranks hold parts.
@@ -171,6 +171,7 @@ class Stepper:
         self.untrained = set(job.models)  # by no loss so far
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None
+        self.after_backward: Callable[[], None] | None = None
         self.spikes: Spikes | None = None
 
     def watch(self, spikes: Spikes) -> None:
@@ -413,6 +414,8 @@ class Stepper:
         for synchroniser in reversed(self.synchronisers):
             synchroniser.finish()
         self.layout.finish()
+        if self.after_backward is not None:
+            self.after_backward()
         return work.tallies, used
 
     def _digest(self, batches: Sequence[MicroBatch]) -> float:

@@ -71,8 +71,8 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         on_spike: What to do about a step whose loss or gradient norm is far above those before it, or not finite:
             "stop", "skip" it, or "rewind" to the newest checkpoint and skip all samples since. By default only a loss
             that is not finite stops the run; see docs/survive.md.
-        recheck_every: Optimizer steps from one whose gradients a second replica computes too to the next. By default,
-            no gradients are computed twice; see docs/survive.md.
+        recheck_every: Optimizer steps from one whose gradients are computed a second time, and after which weights and
+            optimizer state are looked at, to the next. By default there are none; see docs/survive.md.
         spares: How many GPUs of this machine are left without a rank. If a GPU fails, one of them takes its place, and
             all ranks start again.
         check: Whether ranks of their own first take one step, held against one device; `proof/first_update.py`.
