@@ -1,12 +1,14 @@
-"""What the tests on pretended devices share: a process that trains on them, one for each file of tests."""
+"""What the tests on pretended devices share: a process that trains on them, one for each file of tests. It is a fork of
+one that has imported everything."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from pretended_cuda import client
 from pretended_cuda.build import CannotBuild
-from pretended_cuda.client import Workshop, workshop
+from pretended_cuda.client import Workshop, Workshops
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +17,19 @@ def num_gpus() -> int:
     return 4
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, num_gpus: int) -> Iterator[Workshop]:
+@pytest.fixture(scope="session")
+def workshops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshops]:
     try:
-        with workshop(tmp_path_factory.mktemp("workshop"), devices=num_gpus) as opened:
-            yield opened
+        with client.workshops(tmp_path_factory.mktemp("workshops")) as opening:
+            yield opening
     except CannotBuild as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, workshops: Workshops, num_gpus: int) -> Iterator[Workshop]:
+    with workshops.open(tmp_path_factory.mktemp("workshop"), devices=num_gpus) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.capture.graph import capture
+from paceline.capture.graph import Capture
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.engine import Engine, Links, cut
 
@@ -98,15 +98,14 @@ class _Arrived:
         return True
 
 
-def of_a_schedule(model: torch.nn.Module, example: torch.Tensor, stage_of: Callable[[int, int], int],
-                  ranks: Sequence[int], orders: Sequence[Sequence[Action]], *, one_group: bool = False,
-                  ) -> list[list[Entry]]:
+def of_a_schedule(model: torch.nn.Module, captured: Capture, example: torch.Tensor,
+                  stage_of: Callable[[int, int], int], ranks: Sequence[int], orders: Sequence[Sequence[Action]], *,
+                  one_group: bool = False) -> list[list[Entry]]:
     """What the engine of each rank asks for in a step of a pipeline, without processes: what it receives is zeros.
 
-    stage_of: from the place of a piece and the number of pieces. ranks: of the stages.
-    one_group: for messages of both directions.
+    captured: of the model on the example. stage_of: from the place of a piece and the number of pieces. ranks: of the
+    stages. one_group: for messages of both directions.
     """
-    captured = capture(model, (example,), {})
     place = {piece.key: number for number, piece in enumerate(captured.pieces)}
     staged = cut(captured, lambda piece: stage_of(place[piece.key], len(place)), ranks)
     weights = dict(model.named_parameters())

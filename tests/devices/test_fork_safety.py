@@ -84,7 +84,7 @@ VERBS: dict[str, Callable[[Path], Any]] = {
                                                              run=folder / "run"),
     "train with callbacks, and open": opened,
     "verify a step of its own": lambda folder: paceline.verify(
-        replace(own_step_job(), precision="float64"), ["data=2"], steps=2),
+        replace(own_step_job(), precision="float64"), ["data=2"], steps=2, resume="no"),
     "train": lambda folder: paceline.train(job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run"),
     "train tensor": lambda folder: paceline.train(job(), "tensor=2", devices="cpu:0,cpu:1", run=folder / "run"),
     "train auto": lambda folder: paceline.train(job(), "auto", devices="cpu:0,cpu:1", run=folder / "run"),

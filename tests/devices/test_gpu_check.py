@@ -12,7 +12,7 @@ import pytest
 import torch
 from pretended_cuda.build import CannotBuild, build
 
-from benchmarks.gpu import command, matrix, memory, page, proof, recovery, speed
+from benchmarks.gpu import command, machine, matrix, memory, page, proof, recovery, speed
 from benchmarks.gpu.__main__ import PARTS, check
 from benchmarks.gpu.machine import seen
 
@@ -128,7 +128,8 @@ def test_the_page_names_what_is_wrong():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
-def test_a_machine_without_gpus_is_told_so(tmp_path: Path):
+def test_a_machine_without_gpus_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command, "run", lambda given: command.Ended(0, json.dumps(machine._look()), "", 0.1))
     with pytest.raises(RuntimeError, match="torch can use no GPU here: `paceline doctor` says why"):
         check(["matrix"], 1.0, tmp_path / "out.json")
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pretended_cuda.build import CannotBuild, build
+from pretended_cuda.client import Workshop
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600),
               pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed")]
-_DEVICES = Path(__file__).parent
-_SITE = """
-import os
-from pathlib import Path
-from pretended_cuda.pretend import pretend
-pretend(Path(os.environ["PRETENDED_CUDA_LIBRARY"]))
-"""
 _SCRIPT = """
 import json, os, sys
 import keras, numpy as np, torch
@@ -69,7 +59,7 @@ class Notes(keras.callbacks.Callback):
 def run(planned, plan, devices):
     model = of_job() if plan.startswith("tensor") else made()
     SEEN.clear()
-    how = dict(batch_size=16, epochs=3, verbose=0, validation_split=0.3, shuffle=False, callbacks=[Notes()])
+    how = dict(batch_size=16, epochs=epochs, verbose=0, validation_split=0.3, shuffle=False, callbacks=[Notes()])
     of = lambda name: (lambda *given, **options: getattr(pl.keras, name)(model, *given, plan=plan, devices=devices,
                        **options)) if planned else getattr(model, name)
     logs = of("fit")(X, Y, **how).history
@@ -81,12 +71,18 @@ def run(planned, plan, devices):
 plan, devices, how = sys.argv[1:]
 kind = Guided if how == "own step" else keras.Model
 rate, freezes, evaluates = 0.3 if how == "dropout" else 0.0, how == "frozen", how == "evaluated"
+epochs = 3 if freezes else 2
 runs = [run(True, plan, devices or None), run(False, plan, None)]
 if how != "dropout":  # which a CPU draws otherwise
     with keras.device("cpu"):
         runs.append(run(False, plan, None))
 print(json.dumps(runs))
 """
+
+
+@pytest.fixture(scope="module")
+def num_gpus() -> int:
+    return 3
 
 
 def _near(value: Any, expected: Any) -> None:
@@ -108,22 +104,11 @@ def _near(value: Any, expected: Any) -> None:
     pytest.param("data=2", "cpu:0-1", "evaluated", marks=pytest.mark.slow),
     pytest.param("data=2", "cuda:0-1", "evaluated", marks=pytest.mark.slow),
     pytest.param("tensor=2", "cuda:0-1", "job", marks=pytest.mark.slow)])
-def test_a_model_trains_on_gpus_as_on_one_cpu(plan: str, devices: str, how: str, tmp_path: Path):
+def test_a_model_trains_on_gpus_as_on_one_cpu(shop: Workshop, plan: str, devices: str, how: str, tmp_path: Path):
     """Weights, figures and outputs; callbacks of this process see the weights of the moment; the model comes back."""
-    try:
-        library = build()
-    except CannotBuild as error:
-        pytest.skip(str(error))
-    (tmp_path / "sitecustomize.py").write_text(_SITE)
     (tmp_path / "script.py").write_text(_SCRIPT)
-    others = {name: value for name, value in os.environ.items() if name != "KERAS_TORCH_DEVICE"}  # of a job's file
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), plan, devices, how], check=True, timeout=550,
-        stdout=subprocess.PIPE, text=True, env=others | {
-            "PYTHONPATH": os.pathsep.join([str(_DEVICES.parent.parent / "src"), str(tmp_path), str(_DEVICES)]),
-            "PRETENDED_CUDA_LIBRARY": str(library), "PRETENDED_CUDA_DEVICES": "3", "OMP_NUM_THREADS": "1",
-            "KERAS_BACKEND": "torch"})
-    planned, *plain = json.loads(done.stdout.splitlines()[-1])
+    printed = shop.script(tmp_path / "script.py", plan, devices, how)
+    planned, *plain = json.loads(printed.splitlines()[-1])
     *figures, devices_of_model = planned
     assert devices_of_model == ["cuda:0"]
     for expected in plain:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.capture.graph import Capture, capture
 from paceline.launch.local import run_local
 from paceline.planner.resolve import resolve
 from paceline.plans import Plan
@@ -251,6 +252,13 @@ class Deep(nn.Module):
         return x
 
 
+@cache
+def deep(depth: int, *, skip: bool) -> tuple[nn.Module, Capture, Tensor]:
+    """The model, and what it computes of an example."""
+    model, example = Deep(depth, skip=skip), torch.ones(2, 4)
+    return model, capture(model, (example,), {}), example
+
+
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
@@ -260,7 +268,7 @@ def test_no_schedule_stops(name: Any, num_ranks: int, skip: bool):
     stages = num_ranks * virtual
     for num_microbatches in (1, num_ranks - 1, num_ranks + 3):
         ranks = of_a_schedule(
-            Deep(stages, skip=skip), torch.ones(2, 4), lambda place, count: place * stages // count,
+            *deep(stages, skip=skip), lambda place, count: place * stages // count,
             [stage % num_ranks for stage in range(stages)],
             schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=virtual))
         assert all(ranks) and not stuck(ranks), num_microbatches
@@ -270,7 +278,7 @@ def test_no_schedule_stops(name: Any, num_ranks: int, skip: bool):
 def test_a_schedule_with_one_group_for_both_directions_stops(name: Any):
     """The test above can fail."""
     virtual = 2 if name == "interleaved" else 1
-    ranks = of_a_schedule(Deep(8, skip=True), torch.ones(2, 4), lambda place, count: place * 4 * virtual // count,
+    ranks = of_a_schedule(*deep(8, skip=True), lambda place, count: place * 4 * virtual // count,
                           [stage % 4 for stage in range(4 * virtual)],
                           schedule(name, num_ranks=4, num_microbatches=8, virtual=virtual), one_group=True)
     assert stuck(ranks)
@@ -286,8 +294,8 @@ def test_no_placement_stops(data: st.DataObject):
     orders = [[Action("F", stage, m) for m in microbatches for stage in range(stages) if homes[stage] == rank]
               + [Action("B", stage, m) for m in microbatches for stage in reversed(range(stages))
                  if homes[stage] == rank] for rank in range(num_ranks)]
-    assert not stuck(of_a_schedule(Deep(stages, skip=True), torch.ones(2, 4),
-                                   lambda place, count: place * stages // count, homes, orders))
+    assert not stuck(of_a_schedule(*deep(stages, skip=True), lambda place, count: place * stages // count, homes,
+                                   orders))
 
 
 def test_a_bucket_holds_gradients_of_one_stream(run_ranks: Callable[..., list[Any]]):

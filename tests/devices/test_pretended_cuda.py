@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretended_cuda.client import Trained, Workshop, workshop
+from pretended_cuda.client import Trained, Workshop, Workshops
 from pretended_cuda.plans import ALIKE, CHANCE, EXACT, FEATURES, MORE_ALIKE, MORE_EXACT, MORE_FEATURES
 
 from paceline.plans import Plan
@@ -206,12 +206,13 @@ def test_ranks_keep_the_generators_of_their_own_gpu_alone(shop: Workshop):
     assert len(logs) == 2 and not [name for name, text in logs.items() if "fork_rng" in text], logs
 
 
-def test_gpus_are_measured_before_ranks_use_them(tmp_path: Path):
+def test_gpus_are_measured_before_ranks_use_them(workshops: Workshops, tmp_path: Path):
     """Beside a rank they are slower, and have less memory for it."""
-    with workshop(tmp_path, devices=1) as fresh:
-        answer = fresh.ask("blocks", "single", "cuda:0")
+    with workshops.open(tmp_path, devices=1) as fresh:
+        answer = fresh.ask("few blocks", "single", "cuda:0", priced=True)
         assert "error" not in answer
         assert answer["measured"] == 1 and answer["measured_beside"] == 0
+        assert answer["first_use"] is None and answer["summary"]["predicted"]["step_s"] > 0
 
 
 def test_draws_of_gpus_are_switched_off(shop: Workshop):
@@ -303,13 +304,15 @@ def test_a_gpu_never_has_more_than_its_part_and_a_block(shop: Workshop, job: str
         assert_alike(found, shop.train(job, "single", "cpu:0"), rtol=1e-4)
 
 
-@pytest.mark.parametrize("plan", ["pipeline=4", *(pytest.param(plan, marks=pytest.mark.slow)
-                                                  for plan in ("tensor=4", "place=auto parts=4"))])
-def test_a_model_that_no_gpu_has_room_for(tmp_path: Path, plan: str):
-    """72 MiB on GPUs of 56."""
-    with workshop(tmp_path, devices=4, memory_bytes=56 << 20) as small:
-        found = small.train("huge", plan, "cuda:0-3")
-        assert_alike(found, small.train("huge", "single", "cpu:0"), rtol=1e-4)
+@pytest.mark.parametrize(("job", "memory_bytes", "plan"), [("thick", 13 << 17, "pipeline=4"), *(
+    pytest.param("huge", 56 << 20, plan, marks=pytest.mark.slow) for plan in (
+        "pipeline=4", "tensor=4", "place=auto parts=4"))])
+def test_a_model_that_no_gpu_has_room_for(workshops: Workshops, tmp_path: Path, job: str, memory_bytes: int, plan: str):
+    """72 MiB on GPUs of 56, and 2 MiB on GPUs of 1.6."""
+    with workshops.open(tmp_path, devices=4, memory_bytes=memory_bytes) as small:
+        found = small.train(job, plan, "cuda:0-3", priced=job == "huge", large=True)
+        assert sum(weight.nbytes for weight in found.weights.values()) > memory_bytes
+        assert_alike(found, small.train(job, "single", "cpu:0"), rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -319,19 +322,19 @@ def test_a_model_whose_code_runs_on_gpus_alone(shop: Workshop):
     assert_alike(found, shop.train("huge", "single", "cpu:0"), rtol=1e-4)
 
 
-def test_a_gpu_that_is_too_small_is_named(tmp_path: Path):
+def test_a_gpu_that_is_too_small_is_named(workshops: Workshops, tmp_path: Path):
     """Before the run, as far as its memory is known; else where it ends, with exit code 3."""
-    with workshop(tmp_path, devices=1, memory_bytes=8 << 20) as small:
-        refused, ended = (small.ask(job, "single", "cuda:0") for job in ("large", "hungry"))
+    with workshops.open(tmp_path, devices=1, memory_bytes=8 << 20) as small:
+        refused, ended = (small.ask(job, "single", "cuda:0", priced=True) for job in ("large", "hungry"))
         assert refused["kind"] == "PlanError" and refused["exit_code"] == 2 and "doesn't fit" in refused["error"]
         assert ended["exit_code"] == 3 and "cuda out of memory" in ended["error"].lower(), ended
         assert "ledger" in small.printed() or "MiB" in small.printed()
 
 
-def test_a_gpu_that_others_hold_is_too_small(tmp_path: Path):
+def test_a_gpu_that_others_hold_is_too_small(workshops: Workshops, tmp_path: Path):
     """A run has what is free, and says so where that is too little."""
-    with workshop(tmp_path, devices=1, memory_bytes=2 << 30, taken_bytes=(2 << 30) - (8 << 20)) as small:
-        refused = small.ask("large", "single", "cuda:0")
+    with workshops.open(tmp_path, devices=1, memory_bytes=2 << 30, taken_bytes=(2 << 30) - (8 << 20)) as small:
+        refused = small.ask("large", "single", "cuda:0", priced=True)
         assert refused["kind"] == "PlanError" and "doesn't fit" in refused["error"]
         assert "cuda:0 has 0.0 GiB free of 2.0: the rest is held by processes the" in refused["error"]
         assert refused["first_use"] is None
@@ -408,3 +411,12 @@ def test_what_a_used_process_leaves_its_forks(shop: Workshop):
 def test_pieces_that_make_tensors_are_priced_alike(shop: Workshop):
     on_cpu, on_gpu = shop.check("kept")
     assert on_cpu == on_gpu > 0
+
+
+def test_what_a_workshop_printed_before_it_died_is_told(workshops: Workshops, tmp_path: Path):
+    """To each later request."""
+    with workshops.open(tmp_path) as shop:
+        shop._connection.sendall(b"no request\n")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"(?s)ended with 1 and printed: .*JSONDecodeError"):
+                shop.check("anything")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from pretended_cuda.build import CannotBuild, build
-from pretended_cuda.client import Workshop, workshop
+from pretended_cuda.client import Workshop, Workshops
 from pretended_cuda.plans import ALIKE, EXACT, MORE_ALIKE, MORE_EXACT
 
 from paceline.plans import Plan
@@ -49,7 +45,7 @@ def test_relaxed_plans_of_ranks_that_share_a_gpu(shop: Workshop, plan: str):
 
 def test_a_run_says_once_that_its_speed_says_nothing(shop: Workshop):
     before = len(shop.printed())
-    found = shop.train("clip and validation", "data=2", "2xcuda:0")
+    found = shop.train("clip and validation", "data=2", "2xcuda:0", priced=True)
     printed = shop.printed()[before:]
     assert printed.count("ranks share a GPU") == 1 and "plan data=2 on 2xcuda:0" in printed
     assert json.loads((found.run / "plan.json").read_text())["devices"] == found.summary["devices"] == "2xcuda:0"
@@ -62,11 +58,11 @@ def test_the_fastest_plan_of_a_shared_gpu_is_not_asked_for(shop: Workshop):
     assert answer["exit_code"] == 2 and "which plan is the fastest there says nothing" in answer["error"]
 
 
-def test_ranks_divide_the_memory_of_the_gpu(tmp_path: Path):
+def test_ranks_divide_the_memory_of_the_gpu(workshops: Workshops, tmp_path: Path):
     """What fits for one rank of it may not fit for two."""
-    with workshop(tmp_path, devices=1, memory_bytes=16 << 20) as small:
-        assert "error" not in small.ask("large", "single", "cuda:0")
-        answer = small.ask("large", "data=2", "2xcuda:0")
+    with workshops.open(tmp_path, devices=1, memory_bytes=16 << 20) as small:
+        assert "error" not in small.ask("large", "single", "cuda:0", priced=True)
+        answer = small.ask("large", "data=2", "2xcuda:0", priced=True)
     assert answer["kind"] == "PlanError" and "doesn't fit" in answer["error"]
 
 
@@ -79,19 +75,9 @@ def test_servers_leave_the_gpu_alone(shop: Workshop, devices: str):
     assert found.summary["devices"] == "cpu:0 (servers) and 2xcuda:0 (workers)"
 
 
-def test_gloo_is_given_nothing_of_a_gpu():
+def test_gloo_is_given_nothing_of_a_gpu(shop: Workshop):
     """Every kind of message between two ranks arrives as on CPUs, and gloo itself refuses tensors of GPUs."""
-    try:
-        library = build()
-    except CannotBuild as error:
-        pytest.skip(str(error))
-    environment = {**os.environ, "PRETENDED_CUDA_DEVICES": "1", "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
-    command = [sys.executable, "-m", "pretended_cuda.pretend", str(library), "-m", "pretended_cuda.exchange"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    ranks = json.loads(ended.stdout.strip().splitlines()[-1])
-    for rank in ranks:
+    for rank in shop.check("exchanged"):
         assert rank["backend"] == "staged"
         assert [name for name, is_alike in rank["alike"].items() if not is_alike] == []
         assert rank["devices"] == ["cpu"]

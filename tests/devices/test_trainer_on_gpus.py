@@ -13,18 +13,13 @@ from typing import Any
 
 import pytest
 from pretended_cuda.build import CannotBuild, build
+from pretended_cuda.client import SITE
 
 from paceline.launch.fork import in_a_fork
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.skipif(
     None in map(find_spec, ("transformers", "accelerate")), reason="transformers or accelerate is not installed")]
 _DEVICES = Path(__file__).parent
-_SITE = """
-import os
-from pathlib import Path
-from pretended_cuda.pretend import pretend
-pretend(Path(os.environ["PRETENDED_CUDA_LIBRARY"]))
-"""
 _SCRIPT = """
 import sys
 import torch
@@ -73,7 +68,7 @@ def _log(tmp_path: Path, how: str, plan: str = "", library: Path | None = None) 
         in_a_fork(run, timeout_s=250)
     else:
         (tmp_path / "site").mkdir()
-        (tmp_path / "site/sitecustomize.py").write_text(_SITE)
+        (tmp_path / "site/sitecustomize.py").write_text(SITE)
         paths = [str(_DEVICES.parent.parent / "src"), str(tmp_path / "site"), str(_DEVICES)]
         subprocess.run([sys.executable, *words], check=True, timeout=250, env=os.environ | {
             "PYTHONPATH": os.pathsep.join(paths), "PRETENDED_CUDA_LIBRARY": str(library), "OMP_NUM_THREADS": "1"})

@@ -201,6 +201,15 @@ def kept() -> list[int]:
     return found
 
 
+def exchanged() -> list[dict[str, Any]]:
+    """What two ranks that share a GPU find of their messages. The process has not used CUDA."""
+    from paceline.launch import fork
+    from pretended_cuda import exchange
+
+    fork._is_apart = False
+    return exchange.exchanged()
+
+
 def tasks() -> list[dict[str, int]]:
     """What a pool's rank finds on its device when a task begins, and its peak at the end: a large task, then a small
     one. Objects are collected by the pool alone."""

@@ -5,19 +5,27 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from pretended_cuda.build import build
+
+SITE = """
+import os
+from pathlib import Path
+from pretended_cuda.pretend import pretend
+pretend(Path(os.environ["PRETENDED_CUDA_LIBRARY"]))
+"""  # what gives any Python the devices that has it as sitecustomize.py
 
 
 @dataclass(frozen=True)
@@ -39,10 +47,14 @@ class Trained:
 
 
 class Workshop:
-    """A process that trains with pretended CUDA devices. One request at a time."""
+    """A process that trains with pretended CUDA devices. One request at a time.
 
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self.process, self.folder, self._count, self._known = process, folder, 0, {}
+    end: ends it, once for all, and returns its exit code.
+    """
+
+    def __init__(self, connection: socket.socket, answers: TextIO, folder: Path, end: Callable[[], int]) -> None:
+        self.folder, self.end, self._count, self._known = folder, end, 0, {}
+        self._connection, self._answers = connection, answers
 
     def ask(self, job: str, plan: str, devices: str, *, timeout_s: float = 240.0, run: Path | None = None,
             **options: Any) -> dict[str, Any]:
@@ -63,28 +75,32 @@ class Workshop:
 
     def check(self, name: str) -> Any:
         """What a check of `checks.py` returns, in a process that may use CUDA."""
-        answer = self._answer({"check": name}, 240.0)
+        return self._found({"check": name})
+
+    def script(self, path: Path, *words: str) -> str:
+        """What a script prints, in such a process."""
+        return str(self._found({"script": str(path), "words": words}))
+
+    def _found(self, request: dict[str, Any]) -> Any:
+        answer = self._answer(request, 240.0)
         assert "error" not in answer, f"{answer['error']} {self.printed()[-3000:]}"
         return answer["found"]
 
     def _answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise self._ended() from None
+        with suppress(ConnectionError):
+            self._connection.sendall(f"{json.dumps(request)}\n".encode())
         with selectors.DefaultSelector() as waiting:
-            waiting.register(self.process.stdout, selectors.EVENT_READ)
+            waiting.register(self._connection, selectors.EVENT_READ)
             if not waiting.select(timeout_s):
-                self.process.kill()
+                self.end()
                 raise TimeoutError(f"{request} has no answer after {timeout_s:g} s")
-        if not (line := self.process.stdout.readline()):
-            raise self._ended()
+        try:
+            line = self._answers.readline()
+        except ConnectionError:  # it did not live to read the request
+            line = ""
+        if not line:
+            raise RuntimeError(f"the workshop ended with {self.end()} and printed: {self.printed()[-2000:]}")
         return json.loads(line)
-
-    def _ended(self) -> RuntimeError:
-        return RuntimeError(f"the workshop ended with {self.process.wait()} and printed: {self.printed()[-2000:]}")
 
     def train(self, job: str, plan: str, devices: str, **options: Any) -> Trained:
         """Train, which must go well; runs of the same job, plan and devices without options are done once."""
@@ -108,29 +124,60 @@ class Workshop:
         return (self.folder / "printed.txt").read_text()
 
 
-@contextmanager
-def workshop(folder: Path, *, devices: int = 4, memory_bytes: int = 80 << 30,
+class Workshops:
+    """A process whose forks are workshops."""
+
+    def __init__(self, process: subprocess.Popen[str], control: socket.socket, printed: Path) -> None:
+        self.process, self.printed, self._control = process, printed, control
+
+    @contextmanager
+    def open(self, folder: Path, *, devices: int = 4, memory_bytes: int = 80 << 30,
              taken_bytes: int = 0) -> Iterator[Workshop]:
-    """A workshop for tests. taken_bytes: of each device, that others are said to hold.
+        """A workshop for tests. taken_bytes: of each device, that others are said to hold."""
+        environment = {"PRETENDED_CUDA_DEVICES": str(devices), "PRETENDED_CUDA_MEMORY_BYTES": str(memory_bytes),
+                       "PRETENDED_CUDA_TAKEN_BYTES": str(taken_bytes), "XDG_CACHE_HOME": str(folder / "cache")}
+        ours, theirs = socket.socketpair()
+        with ours, theirs, ours.makefile("r") as answers, open(folder / "printed.txt", "w") as printed:
+            pid = self._ask({"environment": environment}, [theirs.fileno(), printed.fileno()])
+            theirs.close()
+            end = cache(lambda: self._ask({"end": pid}))
+            try:
+                yield Workshop(ours, answers, folder, end)
+            finally:
+                end()
+
+    def _ask(self, order: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
+        answer = b""
+        with suppress(ConnectionError):
+            socket.send_fds(self._control, [f"{json.dumps(order)}\n".encode()], descriptors)
+            answer = self._control.recv(64)
+        if not answer:
+            raise RuntimeError(f"the process that opens workshops ended with {self.process.wait()} and printed: "
+                               f"{self.printed.read_text()[-2000:]}")
+        return json.loads(answer)
+
+
+@contextmanager
+def workshops(folder: Path) -> Iterator[Workshops]:
+    """What opens workshops, until it is left.
 
     Raises:
         CannotBuild: there is no compiler here.
     """
-    here, library = Path(__file__).parent.parent, build()
-    environment = {**os.environ, "PRETENDED_CUDA_DEVICES": str(devices), "OMP_NUM_THREADS": "1",
-                   "PRETENDED_CUDA_MEMORY_BYTES": str(memory_bytes),
-                   "PRETENDED_CUDA_TAKEN_BYTES": str(taken_bytes), "XDG_CACHE_HOME": str(folder / "cache"),
+    here, library, site = Path(__file__).parent.parent, build(), folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
+    others = {name: value for name, value in os.environ.items() if name != "KERAS_TORCH_DEVICE"}  # of a job's file
+    environment = {**others, "OMP_NUM_THREADS": "1", "PRETENDED_CUDA_SITE": str(site),
+                   "PRETENDED_CUDA_LIBRARY": str(library),
                    "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)])}
     command = [sys.executable, "-m", "pretended_cuda.pretend", str(library), "-m", "pretended_cuda.workshop"]
-    with open(folder / "printed.txt", "w") as printed:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=printed, text=True, start_new_session=True)
-        with process:
-            try:
-                yield Workshop(process, folder)
-            finally:
-                with suppress(ProcessLookupError):  # it has ended
-                    os.killpg(process.pid, signal.SIGKILL)
-                assert process.stdin is not None
-                with suppress(BrokenPipeError):  # a request that it did not live to read
-                    process.stdin.close()
+    ours, theirs = socket.socketpair()
+    with ours, open(folder / "printed.txt", "w") as printed, subprocess.Popen(
+            command, env=environment, stdin=theirs, stdout=printed, stderr=printed, text=True,
+            start_new_session=True) as process:
+        theirs.close()
+        try:
+            yield Workshops(process, ours, folder / "printed.txt")
+        finally:
+            ours.close()  # which ends it

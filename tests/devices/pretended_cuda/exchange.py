@@ -1,11 +1,7 @@
-"""Messages of two ranks that share a pretended GPU, beside the same messages of tensors on the CPU; prints JSON.
-
-    python -m pretended_cuda.pretend LIBRARY -m pretended_cuda.exchange
-"""
+"""Messages of two ranks that share a pretended GPU, beside the same messages of tensors on the CPU."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -196,5 +192,6 @@ def _rank(context: RankContext) -> dict[str, Any]:
     return {"alike": found, "devices": sorted(devices), "refusals": refusals, "backend": dist.get_backend()}
 
 
-if __name__ == "__main__":
-    print(json.dumps(run_local(_rank, Cluster.local(f"{SIZE}xcuda:0").devices, timeout_s=60)))
+def exchanged() -> list[dict[str, Any]]:
+    """What each rank found."""
+    return run_local(_rank, Cluster.local(f"{SIZE}xcuda:0").devices, timeout_s=60)

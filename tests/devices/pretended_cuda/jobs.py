@@ -398,5 +398,7 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
                                              optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
     "huge": lambda: regression(lambda: Blocks(width=768, depth=8), precision="float32", steps=2,
                                optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
+    "thick": lambda: regression(lambda: Blocks(width=128, depth=8), precision="float32", steps=2,
+                                optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
     "large": lambda: regression(lambda: Blocks(width=128, depth=8), precision="float32", steps=2),
 }

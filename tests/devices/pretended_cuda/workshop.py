@@ -1,32 +1,40 @@
-"""Trains jobs on request, one line of JSON each, in a process with pretended CUDA devices: all tests share it."""
+"""Trains jobs on request, one line of JSON each, in a process with pretended CUDA devices. Such processes are forks of
+one that has imported everything, and that has used no CUDA: all tests share it."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import runpy
 import signal
+import socket
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from preloaded import OF_FORKS
+from preloaded import OF_FORKS, use_huge_pages
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline import accelerators, cluster
+from paceline.capture import compare
 from paceline.errors import PacelineError
-from paceline.launch import process
-from paceline.launch.fork import in_a_fork
+from paceline.launch import fork, process
+from paceline.launch.fork import die_with, in_a_fork
 from paceline.launch.imports import load_modules
 from paceline.profile import device as rates
+from paceline.runtime.checkpoint import write_json
 from paceline.runtime.checkpoint.staging import Staging
 from paceline.runtime.copies import Copier
 from paceline.runtime.stepper import Stepper
+from paceline.verbs import prediction
 from pretended_cuda import checks
 from pretended_cuda.jobs import JOBS
 
@@ -137,14 +145,26 @@ def _written(folder: Path, device: Any) -> Iterator[None]:
         process.run_body, rates._measure = run_body, measure
 
 
+@contextmanager
+def _unpriced() -> Iterator[None]:
+    """Runs are not priced before they start, nor predicted: beside short runs that takes longer than they do."""
+    with (patch.object(sys.modules["paceline.verbs.train"], "price",
+                       lambda job, asked, chosen, snapshot: prediction.Priced(job, asked, snapshot)),
+          patch.object(prediction, "_predict", lambda priced, run_dir: write_json(
+              run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))):
+        yield
+
+
 def _train(request: dict[str, Any], device: Any) -> dict[str, Any]:
     global _notes_collectives
     run = Path(request["run"])
     _notes_collectives = request["options"].pop("notes_collectives", False)
+    is_priced, is_large = (request["options"].pop(name, False) for name in ("priced", "large"))
     _killed.clear()
     _killed.update(request["options"].pop("killed", {}))
     try:
-        with _written(run.parent, device):
+        with _written(run.parent, device), nullcontext() if is_priced else _unpriced(), (
+                patch.object(compare, "MAX_BYTES", 0) if is_large else nullcontext()):
             summary = paceline.train(JOBS[request["job"]](), request["plan"], devices=request["devices"], run=run,
                                      timeout_s=120, **{"check": False, **request["options"]})
         return {"summary": summary.figures, "measured": len([*run.parent.glob("gpu-*")]),
@@ -177,23 +197,86 @@ def _check(name: str) -> dict[str, Any]:
         return {"error": str(error)}
 
 
+def _script(path: str, words: Sequence[str]) -> dict[str, Any]:
+    """What a script prints. It may use CUDA, and Python that it starts has the devices, too."""
+    def run() -> str:
+        fork._is_apart = False
+        sys.path.insert(0, os.environ["PRETENDED_CUDA_SITE"])
+        sys.argv = [path, *words]
+        try:
+            with redirect_stdout(io.StringIO()) as printed:
+                runpy.run_path(path, run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+            raise
+        return printed.getvalue()
+
+    try:
+        return {"found": in_a_fork(run)}
+    except Exception as error:
+        return {"error": str(error)}
+
+
+def _work(connection: socket.socket, device: Any) -> None:
+    """The life of a workshop: it answers requests until nobody asks any more."""
+    with connection.makefile("r") as requests, connection.makefile("w") as answers:
+        for line in requests:
+            request = json.loads(line)
+            answer = (_check(request["check"]) if "check" in request else
+                      _script(request["script"], request["words"]) if "script" in request else
+                      _verify(request) if "plans" in request else _train(request, device))
+            answer["first_use"] = device.first_use()
+            print(json.dumps(answer, default=str), file=answers, flush=True)
+
+
+def _begin(environment: dict[str, str], connection: socket.socket, printed: int, device: Any) -> None:
+    """In a fork: be a workshop, in a process group of its own. The device reads its sizes when it is first used."""
+    code = 1
+    try:
+        die_with(os.getppid())
+        os.setsid()
+        os.environ.update(environment)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        _work(connection, device)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end(pid: int) -> int:
+    """End a workshop and all that it has started. Returns its exit code, negative for a signal."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def main() -> None:
+    """Open and end workshops as the socket that is stdin says, until nobody speaks to it."""
     import pretended_cuda_device as device
 
     load_modules(OF_FORKS)
+    use_huge_pages()
     torch.set_num_threads(1)
     # A pretended device gives tensors all that it has.
     accelerators.CONTEXT_BYTES = cluster.CONTEXT_BYTES = cluster.KERNEL_BYTES = accelerators.WORKSPACES = 0
     rates.MATRIX_SIDES["cuda"], rates.STREAM_BYTES["cuda"] = rates.MATRIX_SIDES["cpu"], rates.STREAM_BYTES["cpu"]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints, prints beside the answers
     _measure(device)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = (_check(request["check"]) if "check" in request else
-                  _verify(request) if "plans" in request else _train(request, device))
-        answer["first_use"] = device.first_use()
-        print(json.dumps(answer, default=str), file=answers, flush=True)
+    control = socket.socket(fileno=0)
+    while order := (given := socket.recv_fds(control, 1 << 16, 2))[0]:
+        asked, descriptors = json.loads(order), given[1]
+        if "end" in asked:
+            answer = _end(asked["end"])
+        else:
+            with socket.socket(fileno=descriptors[0]) as connection:
+                if not (answer := os.fork()):
+                    control.close()
+                    _begin(asked["environment"], connection, descriptors[1], device)
+            os.close(descriptors[1])
+        control.sendall(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":
