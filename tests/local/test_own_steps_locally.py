@@ -76,7 +76,7 @@ def _meet(models: list[nn.Module], counts: list[float]) -> None:
             p.copy_(mean)
 
 
-@pytest.mark.parametrize("local", [2, 4])
+@pytest.mark.parametrize("local", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_all_models_and_followers_meet(tmp_path: Path, local: int) -> None:
     """The third and sixth window are short, and the run ends with a part of a round."""
     expected = by_hand(job(), 2, local)

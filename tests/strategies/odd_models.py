@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from stateful_jobs import by_one_device
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -32,12 +33,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A layer, three blocks in a list, a layer."""
+    """A layer, two blocks in a list, a layer."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Block, count: int = 2) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8)
-        self.b = nn.ModuleList(block() for _ in range(3))
+        self.b = nn.ModuleList(block() for _ in range(count))
         self.o = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,9 +67,11 @@ def trained(job: paceline.Job, plan: str, folder: Path, **options: Any) -> dict[
 
 
 def difference(job: Callable[[], paceline.Job], plan: str, folder: Path, *, single: str = "single") -> float:
-    """The greatest of any parameter and buffer between a plan and one device."""
-    expected = trained(job(), single, folder / "single")
-    found = trained(job(), plan, folder / "plan")
+    """The greatest of any parameter and buffer between a plan and one device.
+
+    single: a plan that cuts batches as one device is to do.
+    """
+    expected, found = by_one_device(job(), single), trained(job(), plan, folder)
     assert found.keys() == expected.keys()
     return max(float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items())
 
@@ -295,7 +298,7 @@ class TiedThrice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c, self.o = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.m = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.m = nn.Linear(8, 8)
         self.b.weight = self.c.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.cluster import Cluster
+from paceline.launch.local import run_local
+from paceline.proof.plain import PlainRun
+from paceline.runtime.drivers import train_rank
+from paceline.runtime.loop import Settings
+from paceline.strategies.compose import load
 
 
 def stateful_job(model: Callable[[], nn.Module], *, samples: int = 36, **changes: Any) -> paceline.Job:
@@ -32,14 +39,80 @@ def trained(job: paceline.Job, plan: str, folder: Path) -> dict[str, Tensor]:
     return load_file(run / "model.safetensors")
 
 
+def by_one_device(job: paceline.Job, plan: str = "single") -> dict[str, Tensor]:
+    """The weights and buffers that a plain loop on one device ends with, in this process. plan: how each batch is cut
+    over replicas and micro-batches."""
+    cut = paceline.Plan.parse(plan)
+    run = PlainRun(job, shares=(1,) * cut.replicas, microbatches=cut.num_microbatches)
+    for _ in run.steps(job.total_steps or 0):
+        pass
+    return {name: tensor.detach() for name, tensor in (
+        *run.model.named_parameters(remove_duplicate=False), *run.model.named_buffers(remove_duplicate=False))}
+
+
 def assert_alike(job: paceline.Job, plan: str, folder: Path, *, reference: str = "single") -> dict[str, Tensor]:
-    """Both plans end with the same weights and buffers, to rounding; those of the reference are returned."""
-    expected, found = trained(job, reference, folder), trained(job, plan, folder)
+    """The plan ends with one device's weights and buffers, to rounding; those are returned.
+
+    reference: a plan that cuts batches as one device is to do.
+    """
+    expected = by_one_device(job, reference)
+    assert_same(trained(job, plan, folder), expected, plan)
+    return expected
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], plan: str) -> None:
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: (
             f"{name} under {plan}: {text}"))
-    return expected
+
+
+def in_turn(job: Callable[..., paceline.Job], *, reference: str = "single") -> Callable[[Any], Any]:
+    """Makes a test that a run ends with one device's weights and buffers, as `assert_alike`; see the fixture `ends`.
+
+    job: of the test's parameters, of which one is the plan.
+    """
+    def decorate(described: Any) -> Any:
+        def test(ends: dict[str, dict[str, Tensor]], request: Any, **given: Any) -> None:
+            assert_same(ends[request.node.nodeid], by_one_device(job(**given), reference), given["plan"])
+
+        names = [*inspect.signature(job).parameters, "ends", "request"]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+        test.__name__, test.__doc__, test.__module__ = described.__name__, described.__doc__, described.__module__
+        test.job = job  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _resolved(plan: str) -> paceline.Plan:
+    parsed = paceline.Plan.parse(plan)
+    return parsed.with_microbatches(2) if parsed.has_schedule and parsed.schedule.microbatches == "auto" else parsed
+
+
+def trained_in_turn(items: Iterable[Any], folder: Path) -> dict[str, dict[str, Tensor]]:
+    """What the runs of such tests end with, by their names. Those of as many ranks are made by the same ranks, one
+    after the other: to start ranks takes longer than to train."""
+    runs = [(item.nodeid, item.function.job(**item.callspec.params), _resolved(item.callspec.params["plan"]))
+            for item in items]
+    folders = {nodeid: folder / str(number) for number, (nodeid, *_) in enumerate(runs)}
+    for world_size in {plan.world_size for *_, plan in runs}:
+        alike = [run for run in runs if run[2].world_size == world_size]
+
+        def body(context: Any, alike: Any = alike) -> None:
+            for nodeid, job, plan in alike:
+                try:
+                    train_rank(context, job, plan, Settings(folders[nodeid], (1,) * plan.replicas))
+                except Exception as error:
+                    error.add_note(f"in {nodeid}")
+                    raise
+
+        for nodeid, _, plan in alike:
+            load(plan)
+            folders[nodeid].mkdir()
+        run_local(body, Cluster.local("cpu:0" if world_size == 1 else f"cpu:0-{world_size - 1}").devices, timeout_s=60)
+    return {nodeid: load_file(folders[nodeid] / "model.safetensors") for nodeid, *_ in runs}
 
 
 class Codebook(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stateful_jobs import Attributes, Codebook, MomentumTarget, assert_alike, stateful_job
+from stateful_jobs import Attributes, Codebook, MomentumTarget, assert_alike, in_turn, stateful_job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -70,19 +70,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.sweep(2)
+@pytest.mark.parametrize("plan", ["single recompute=full"])
 @pytest.mark.parametrize("name", MODELS)
-def test_state_changes_once(name: str, tmp_path: Path):
-    """Weights and buffers are one device's, with one micro-batch and with two."""
-    job = stateful_job(MODELS[name])
-    assert_alike(job, "single recompute=full", tmp_path)
-    assert_alike(job, "single recompute=full accumulate=2", tmp_path, reference="single accumulate=2")
+@in_turn(lambda name, plan: stateful_job(MODELS[name]))
+def test_state_changes_once():
+    """Weights and buffers are one device's."""
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("plan", ["single recompute=full accumulate=2"])
+@pytest.mark.parametrize("name", MODELS)
+@in_turn(lambda name, plan: stateful_job(MODELS[name]), reference="single accumulate=2")
+def test_state_changes_once_in_each_micro_batch():
+    """Weights and buffers are one device's, which computes them one after the other."""
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["codebook", "batch_norm", "attributes"])
-def test_blocks_that_are_sharded_too(name: str, tmp_path: Path):
+@pytest.mark.parametrize("plan", ["shard=2 recompute=full"])
+@in_turn(lambda name, plan: stateful_job(MODELS[name]), reference="shard=2")
+def test_blocks_that_are_sharded_too():
     """FSDP2 gathers a block for the second forward, and the state is still as it was in the first."""
-    assert_alike(stateful_job(MODELS[name]), "shard=2 recompute=full", tmp_path, reference="shard=2")
 
 
 @pytest.mark.sweep(1)

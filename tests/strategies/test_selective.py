@@ -142,7 +142,8 @@ def test_plans_are_what_one_device_computes(plan: str):
     """Under replicas, shards, stages and split layers, in micro-batches."""
     x = torch.randn(32, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
     job = paceline.Job(model=Net, data=TensorDataset(x, x.mean((1, 2), keepdim=True)[..., 0].expand(-1, WIDTH)),
-                       loss=F.mse_loss, optimizer=lambda named: torch.optim.AdamW(named), batch=8, steps=2)
+                       loss=F.mse_loss, optimizer=lambda named: torch.optim.AdamW(named), batch=8, steps=2,
+                       precision="float64")
     found = paceline.verify(job, [f"{plan} recompute=selective"], resume="no")
 
     assert [one.verdict for one in found] == ["passed"]

@@ -35,8 +35,9 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize(("plan", "forwards", "backwards"), [
-    ("single accumulate=4", 9, 9), ("tensor=2 accumulate=4", 9, 9), ("data=2 accumulate=2", 5, 5), ("data=3", 3, 3),
-    ("shard=2 accumulate=2", 5, 5)])
+    ("single accumulate=4", 9, 9), ("data=2 accumulate=2", 5, 5), ("shard=2 accumulate=2", 5, 5),
+    pytest.param("data=3", 3, 3, marks=pytest.mark.slow),
+    pytest.param("tensor=2 accumulate=4", 9, 9, marks=pytest.mark.slow)])
 def test_micro_batches_without_samples_change_nothing(plan: str, forwards: int, backwards: int, tmp_path: Path):
     """Windows of 12, 12 and one sample: four, four and one micro-batch, or for each of two replicas two, two, and one
     or none. A buffer of whole numbers in floating point becomes the mean over the samples."""

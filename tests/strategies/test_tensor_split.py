@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from tensor_models import Fused, Points, Stack, StackedExperts, job_of, laid_out
+from stateful_jobs import assert_alike, by_one_device
+from tensor_models import Fused, Mlp, Points, Stack, StackedExperts, job_of, laid_out
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
+from paceline.cluster import Cluster
+from paceline.launch.local import run_local
 from paceline.profile import profile_job
 from paceline.runtime.feed import example_batch
 from paceline.strategies.mesh import local_part
@@ -21,9 +26,39 @@ from paceline.strategies.stages.price import SplitJob
 from paceline.strategies.tensor import run as tensor_run
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
 from paceline.strategies.tensor.draws import apart
-from paceline.strategies.tensor.piece import SplitPiece
 from paceline.strategies.tensor.published import published
-from tests.verify.verify_jobs import passes
+
+LOOKS: dict[str, Callable[[Any], Any]] = {}
+
+
+def look(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Something that each of two ranks sees, for `seen`."""
+    LOOKS[take.__name__] = take
+    return take
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, list[Any]]:
+    """What all looks give, on each rank. They are taken in one launch, as the first capture of a process is slow."""
+    def body(context: Any) -> dict[str, Any]:
+        return {name: _taken(take, context) for name, take in LOOKS.items()}
+
+    found = run_local(body, Cluster.local("cpu:0-1").devices)
+    return {name: [of_rank[name] for of_rank in found] for name in LOOKS}
+
+
+def _taken(take: Callable[[Any], Any], context: Any) -> Any:
+    try:
+        return take(context)
+    except Exception:
+        return traceback.format_exc()
+
+
+def split(context: Any, model: Callable[[], nn.Module], *, sequence_bytes: int | None = None, **options: Any) -> Any:
+    """The stepper of a rank of tensor=2. sequence_bytes: from which on values are cut along their sequence, too."""
+    least = tensor_run.SEQUENCE_BYTES if sequence_bytes is None else sequence_bytes
+    with patch.object(tensor_run, "SEQUENCE_BYTES", least):
+        return laid_out(job_of(model, **options), "tensor=2", context)
 
 
 @pytest.fixture
@@ -39,62 +74,81 @@ def cuts(stepper: Any) -> dict[str, tuple[int, int]]:
     return {name.removeprefix("blocks.0."): (cut.dim, cut.blocks) for name, cut in found.items() if cut}
 
 
-@pytest.mark.parametrize(("model", "expected"), [
-    pytest.param(lambda: Stack(Fused()), {"qkv.weight": [0, 3], "o.weight": [1, 1], "gated.weight": [0, 2],
-                                          "down.weight": [1, 1]}, marks=pytest.mark.slow),
-    (lambda: Stack(Fused(view=True)),
-     {"qkv.weight": [0, 3], "o.weight": [1, 1], "gated.weight": [0, 2], "down.weight": [1, 1]}),
-    (lambda: Stack(StackedExperts()), {"up": [2, 2], "down": [2, 1]}),
-])
-def test_fused_and_stacked_weights(model: Callable[[], nn.Module], expected: dict[str, list[int]],
-                                   run_ranks: Callable[..., Any]) -> None:
+@look
+def cuts_of_blocks(context: Any) -> dict[str, Any]:
+    return {"view": cuts(split(context, lambda: Stack(Fused(view=True)))),
+            "experts": cuts(split(context, lambda: Stack(StackedExperts()))),
+            "autocast": cuts(split(context, lambda: Stack(Fused()), precision="bf16"))}
+
+
+FUSED = {"qkv.weight": [0, 3], "o.weight": [1, 1], "gated.weight": [0, 2], "down.weight": [1, 1]}
+
+
+@pytest.mark.parametrize(("model", "expected"), [("view", FUSED), ("experts", {"up": [2, 2], "down": [2, 1]})])
+def test_fused_and_stacked_weights(model: str, expected: dict[str, list[int]], seen: dict[str, Any]) -> None:
     """q, k and v of one product, gates, and experts in one tensor: columns block by block, then rows."""
-    found = run_ranks(lambda context: cuts(laid_out(job_of(model), "tensor=2", context)), 2)
-
-    assert found[0] == expected
+    assert seen["cuts_of_blocks"][0][model] == expected
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_autocast_splits_what_float32_splits(precision: str, run_ranks: Callable[..., Any]) -> None:
+def test_autocast_splits_what_float32_splits(seen: dict[str, Any]) -> None:
     """A split differs from the whole by the rounding of the dtype that products are computed in."""
-    job = job_of(lambda: Stack(Fused()), precision=precision)
+    assert seen["cuts_of_blocks"][0]["autocast"] == FUSED
+    assert seen["of_one_and_two_blocks"][0]["whole"][0]["cuts"] == FUSED
 
-    found = run_ranks(lambda context: cuts(laid_out(job, "tensor=2", context)), 2)
 
-    assert found[0] == {"qkv.weight": [0, 3], "o.weight": [1, 1], "gated.weight": [0, 2], "down.weight": [1, 1]}
+@pytest.mark.slow
+def test_fp16_splits_what_float32_splits(run_ranks: Callable[..., Any]) -> None:
+    found = run_ranks(lambda context: cuts(split(context, lambda: Stack(Fused()), precision="fp16")), 2)
+    assert found[0] == FUSED
+
+
+def ends_alike(model: Callable[[], nn.Module], plan: str, folder: Path) -> None:
+    """Three steps in float64 end with one device's weights."""
+    assert_alike(job_of(model, clip=0.5, precision="float64"), plan, folder)
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["tensor=2", "shard=2 tensor=2"])
 @pytest.mark.parametrize("model", [lambda: Stack(StackedExperts()), lambda: Stack(Fused()),
                                    lambda: Stack(Fused(view=True))])
-def test_they_compute_what_one_device_computes(model: Callable[[], nn.Module], plan: str,
+def test_they_compute_what_one_device_computes(model: Callable[[], nn.Module], plan: str, tmp_path: Path,
                                                small_sequences: None) -> None:
     """Alone and in shards, on parts of the sequence."""
-    passes(job_of(model, clip=0.5), plan)
+    ends_alike(model, plan, tmp_path)
 
 
 @pytest.mark.slow  # as the models of tests/verify/test_split.py, whose values are small
 @pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2"])
-def test_they_compute_the_same_on_whole_sequences(plan: str) -> None:
+def test_they_compute_the_same_on_whole_sequences(plan: str, tmp_path: Path) -> None:
     """Values of few bytes are not cut along their sequence."""
-    passes(job_of(lambda: Stack(Fused()), clip=0.5), plan)
+    ends_alike(lambda: Stack(Fused()), plan, tmp_path)
 
 
-def test_a_run_with_blocks_goes_on_elsewhere(tmp_path: Path) -> None:
+class Gated(nn.Module):
+    """Gate and input of an MLP in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated, self.down = nn.Linear(12, 16), nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.gated(x).chunk(2, -1)
+        return x + self.down(torch.sigmoid(gate) * value)
+
+
+@pytest.mark.parametrize("block", [Gated, pytest.param(Fused, marks=pytest.mark.slow)])
+def test_a_run_with_blocks_goes_on_elsewhere(block: Callable[[], nn.Module], tmp_path: Path) -> None:
     """Weights and moments that are cut block by block are saved under their places in the whole."""
     def job(steps: int) -> paceline.Job:
-        return job_of(lambda: Stack(Fused()), steps=steps)
+        return job_of(lambda: Stack(block()), steps=steps, precision="float64")
 
-    paceline.train(job(4), "single", devices="cpu:0", run=tmp_path / "whole")
-    paceline.train(job(2), "tensor=2", devices="cpu:0,cpu:1", run=tmp_path / "moved")
-    paceline.train(job(3), "single", devices="cpu:0", run=tmp_path / "moved", resume=True)
-    paceline.train(job(4), "tensor=2", devices="cpu:0,cpu:1", run=tmp_path / "moved", resume=True)
+    paceline.train(job(1), "single", devices="cpu:0", run=tmp_path)
+    paceline.train(job(3), "tensor=2", devices="cpu:0,cpu:1", run=tmp_path, resume=True)
+    paceline.train(job(4), "single", devices="cpu:0", run=tmp_path, resume=True)
 
     from safetensors.torch import load_file
-    expected = load_file(tmp_path / "whole" / "model.safetensors")
-    for name, tensor in load_file(tmp_path / "moved" / "model.safetensors").items():
+    expected = by_one_device(job(4))
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], msg=name)
 
 
@@ -153,18 +207,20 @@ class _Masks(TorchFunctionMode):
         return found
 
 
-def test_dropout_masks(run_ranks: Callable[..., Any]) -> None:
-    """Ranks drop other ones of the features that they share out, and the same ones of what each of them has."""
-    def body(context: Any) -> list[Any]:
-        stepper = laid_out(job_of(Dropped, loss=lambda output, target: output.square().mean()), "tensor=2", context)
-        batch = example_batch(stepper.job, 2)
-        stepper.layout.forward(batch)  # records
-        torch.manual_seed(1)
-        with _Masks() as masks:
-            stepper.layout.forward(batch)
-        return masks.seen
+@look
+def dropped(context: Any) -> list[Any]:
+    stepper = laid_out(job_of(Dropped, loss=lambda output, target: output.square().mean()), "tensor=2", context)
+    batch = example_batch(stepper.job, 2)
+    stepper.layout.forward(batch)  # records
+    torch.manual_seed(1)
+    with _Masks() as masks:
+        stepper.layout.forward(batch)
+    return masks.seen
 
-    first, second = run_ranks(body, 2)
+
+def test_dropout_masks(seen: dict[str, Any]) -> None:
+    """Ranks drop other ones of the features that they share out, and the same ones of what each of them has."""
+    first, second = seen["dropped"]
     assert len(first) == 2
     assert first[0] != second[0]
     assert first[1] == second[1]
@@ -188,24 +244,6 @@ def kept_bytes(stepper: Any) -> int:
     return sum(seen.values())
 
 
-def test_what_lies_between_is_cut_along_the_sequence(run_ranks: Callable[..., Any], small_sequences: None,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm and residual sums of a part of the sequence are kept; where it doesn't divide they are whole."""
-    job = job_of(lambda: Stack(Fused(width=24), width=24))
-
-    def body(context: Any) -> tuple[list[str], int]:
-        stepper = laid_out(job, "tensor=2", context)
-        return stepper.layout.report.document["sequence"], kept_bytes(stepper)
-
-    with_parts = run_ranks(body, 2)[0]
-    monkeypatch.setattr(SplitPiece, "_has_sequence", lambda self, value: False)
-    without = run_ranks(body, 2)[0]
-
-    assert with_parts[0] == ["blocks.0"] and without[0] == []
-    # Of the norm half of its input of 4 x 6 x 24 and of the mean and deviation of 4 x 6, in float32.
-    assert without[1] - with_parts[1] == 4 * (4 * 6 * 24 + 2 * 4 * 6) // 2
-
-
 def parts_of(stepper: Any, samples: int = 4) -> list[tuple[str, tuple[int, ...]]]:
     """Values between pieces of which a rank has a part, each with the shape of that."""
     captured = stepper.layout._staged(example_batch(stepper.job, samples)).capture
@@ -213,58 +251,131 @@ def parts_of(stepper: Any, samples: int = 4) -> list[tuple[str, tuple[int, ...]]
     return [(name, captured.values[name].shape) for name in captured.values if name in names]
 
 
-def test_values_between_blocks_stay_cut(run_ranks: Callable[..., Any], small_sequences: None) -> None:
+class _Counted(TorchDispatchMode):
+    """Counts this thread's collectives and copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchanges = self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.exchanges += func.namespace == "c10d"
+        self.copies += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
+
+
+def exchanged(stepper: Any) -> tuple[_Counted, _Counted]:
+    """In forward and in backward of four samples."""
+    batch = example_batch(stepper.job, 4)
+    stepper.layout.forward(batch)  # records
+    with _Counted() as forward:
+        output = stepper.layout.forward(batch)
+    with torch.autograd.set_multithreading_enabled(False), _Counted() as backward:
+        output.square().mean().backward()
+    return forward, backward
+
+
+@look
+def of_one_and_two_blocks(context: Any) -> dict[str, list[dict[str, Any]]]:
+    """Where the sequence is cut, and where it is not."""
+    def described(blocks: int, sequence_bytes: int | None) -> dict[str, Any]:
+        stepper = split(context, lambda: Stack(*(Fused(width=24) for _ in range(blocks)), width=24),
+                        sequence_bytes=sequence_bytes)
+        forward, backward = exchanged(stepper)
+        return {"sequence": stepper.layout.report.document["sequence"], "cuts": cuts(stepper),
+                "kept": kept_bytes(stepper), "parts": [shape for _, shape in parts_of(stepper)],
+                "copies": forward.copies + backward.copies, "exchanges": [forward.exchanges, backward.exchanges]}
+
+    return {name: [described(blocks, sequence_bytes) for blocks in (1, 2)]
+            for name, sequence_bytes in (("cut", 0), ("whole", None))}
+
+
+def test_what_lies_between_is_cut_along_the_sequence(seen: dict[str, Any]) -> None:
+    """A norm and residual sums of a part of the sequence are kept."""
+    found = seen["of_one_and_two_blocks"][0]
+    with_parts, without = found["cut"][0], found["whole"][0]
+
+    assert with_parts["sequence"] == ["blocks.0"] and without["sequence"] == []
+    # Of the norm half of its input of 4 x 6 x 24 and of the mean and deviation of 4 x 6, in float32.
+    assert without["kept"] - with_parts["kept"] == 4 * (4 * 6 * 24 + 2 * 4 * 6) // 2
+
+
+def test_values_between_blocks_stay_cut(seen: dict[str, Any]) -> None:
     """What one block gives to the next is cut; what a module without such a cut gives or takes is whole. Each border
     spares a gathering in forward and one in backward."""
-    def body(context: Any, blocks: int) -> Any:
-        job = job_of(lambda: Stack(*(Fused(width=24) for _ in range(blocks)), width=24))
-        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job, 4)
-        stepper.layout.forward(batch)  # records
-        with _Counted() as forward:
-            output = stepper.layout.forward(batch)
-        with torch.autograd.set_multithreading_enabled(False), _Counted() as backward:
-            output.square().mean().backward()
-        return [list(shape) for _, shape in parts_of(stepper)], forward.exchanges, backward.exchanges
+    one, two = seen["of_one_and_two_blocks"][0]["cut"]
 
-    one, two = run_ranks(lambda context: [body(context, blocks) for blocks in (1, 2)], 2)[0]
-
-    assert [shapes for shapes, *_ in (one, two)] == [[], [[4, 3, 24]]]
-    assert [two[at] - one[at] for at in (1, 2)] == [4, 5]
+    assert [one["parts"], two["parts"]] == [[], [[4, 3, 24]]]
+    assert [after - before for before, after in zip(one["exchanges"], two["exchanges"], strict=True)] == [4, 5]
 
 
-class InPlace(Fused):
+def test_a_block_exchanges_four_times(seen: dict[str, Any]) -> None:
+    """Two sums after rows in forward, two before columns in backward, as in Megatron-LM, where no sequence is cut. They
+    take the memory of the products that they sum."""
+    one, two = seen["of_one_and_two_blocks"][0]["whole"]
+
+    assert [after - before for before, after in zip(one["exchanges"], two["exchanges"], strict=True)] == [2, 2]
+    assert one["copies"] == two["copies"]
+
+
+class Planned(nn.Module):
+    """Two plain layers with a plan that no derivation would find."""
+
+    def __init__(self, tp_plan: dict[str, str]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 32), nn.Linear(32, 24)
+        self.tp_plan = tp_plan
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class InPlace(Planned):
     """A block that changes what it is given."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.mul_(0.5))
 
 
-def test_values_that_can_not_be_cut_pass_whole(run_ranks: Callable[..., Any], small_sequences: None) -> None:
-    """What is edited in place must be one tensor."""
-    job = job_of(lambda: Stack(Fused(width=16, heads=4), InPlace(width=16, heads=4), width=16))
-
-    assert run_ranks(lambda context: parts_of(laid_out(job, "tensor=2", context)), 2)[0] == []
+def of_two(second: type[Planned] = Planned) -> nn.Module:
+    return Stack(Planned({}), second({}), width=24)
 
 
-@pytest.mark.sweep(1)
+@look
+def parts_of_two(context: Any) -> dict[str, Any]:
+    """Values that pass in parts: of plain blocks, of one that is edited in place, of five places."""
+    points = Points()
+    five = [(x[:5], target) for x, target in map(points.__getitem__, range(len(points)))]
+    cases = {"plain": split(context, of_two, sequence_bytes=0),
+             "edited": split(context, lambda: of_two(InPlace), sequence_bytes=0),
+             "five": split(context, of_two, sequence_bytes=0, data=five)}
+    return {name: [stepper.layout.report.document["sequence"], [shape for _, shape in parts_of(stepper)]]
+            for name, stepper in cases.items()}
+
+
+def test_values_that_can_not_be_cut_pass_whole(seen: dict[str, Any]) -> None:
+    """What is edited in place must be one tensor. Five places are no parts for two ranks: what lies inside of blocks
+    and between them is computed whole."""
+    found = seen["parts_of_two"][0]
+
+    assert found["plain"] == [["blocks.0", "blocks.1"], [[4, 3, 24]]]
+    assert found["edited"] == [["blocks.0", "blocks.1"], []]
+    assert found["five"] == [[], []]
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2 tensor=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
+    "tensor=2", "pipeline=2 tensor=2 schedule=zero-bubble", "tensor=2 recompute=full", "shard=2 tensor=2"))])
+def test_cut_values_between_blocks_compute_the_same(plan: str, tmp_path: Path, small_sequences: None) -> None:
+    """Also where they pass from rank to rank, and where blocks are computed again."""
+    ends_alike(of_two, plan, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pipeline=2 tensor=2", "tensor=2", "pipeline=2 tensor=2 schedule=zero-bubble",
                                   "tensor=2 recompute=full", "shard=2 tensor=2"])
-def test_cut_values_between_blocks_compute_the_same(plan: str, small_sequences: None) -> None:
-    """Also where they pass from rank to rank, and where blocks are computed again."""
-    passes(job_of(lambda: Stack(Fused(width=24), Fused(width=24), width=24), clip=0.5), plan)
-
-
-def test_a_sequence_that_does_not_divide(run_ranks: Callable[..., Any], small_sequences: None) -> None:
-    """Five places are no parts for two ranks: what lies inside of blocks and between them is computed whole."""
-    points = Points()
-    job = job_of(lambda: Stack(Fused(width=24), Fused(width=24), width=24),
-                 data=[(x[:5], target) for x, target in map(points.__getitem__, range(len(points)))])
-
-    def body(context: Any) -> Any:
-        stepper = laid_out(job, "tensor=2", context)
-        return stepper.layout.report.document["sequence"], parts_of(stepper)
-
-    assert run_ranks(body, 2)[0] == [[], []]
+def test_cut_values_between_blocks_of_attention_compute_the_same(plan: str, tmp_path: Path,
+                                                                 small_sequences: None) -> None:
+    ends_alike(lambda: Stack(Fused(width=24), Fused(width=24), width=24), plan, tmp_path)
 
 
 class Flat(nn.Module):
@@ -281,103 +392,58 @@ class Flat(nn.Module):
         return x + torch.addmm(self.down_bias, made, self.down).view(x.shape)
 
 
-@pytest.mark.parametrize(("samples", "expected"), [
-    pytest.param(32, ["blocks.0", "blocks.1"], marks=pytest.mark.slow), (31, [])])
-def test_values_of_few_bytes_are_not_cut_along_the_sequence(run_ranks: Callable[..., Any], samples: int,
-                                                            expected: list[str],
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a micro-batch has counts: samples x 6 places x 24 features x 4 bytes."""
-    monkeypatch.setattr(tensor_run, "SEQUENCE_BYTES", 32 * 6 * 24 * 4)
-    job = job_of(lambda: Stack(Fused(width=24), Fused(width=24), width=24), batch=samples)
-
-    found = run_ranks(lambda context: laid_out(job, "tensor=2", context).layout.report.document["sequence"], 2)
-
-    assert found[0] == expected
+@look
+def of_few_and_more_bytes(context: Any) -> list[Any]:
+    return [split(context, lambda: Stack(Flat(), Flat(), width=24), sequence_bytes=32 * 6 * 24 * 4, batch=samples
+                  ).layout.report.document["sequence"] for samples in (31, 32)]
 
 
-class _Counted(TorchDispatchMode):
-    """Counts this thread's collectives and copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.exchanges = self.copies = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.exchanges += func.namespace == "c10d"
-        self.copies += func is torch.ops.aten.clone.default
-        return func(*args, **(kwargs or {}))
+def test_values_of_few_bytes_are_not_cut_along_the_sequence(seen: dict[str, Any]) -> None:
+    """What a micro-batch has counts: samples x 6 places x 24 features x 4 bytes. Flat tokens get their sequence back:
+    their sums are scattered once they have it, with the bias added once."""
+    assert seen["of_few_and_more_bytes"][0] == [[], ["blocks.0", "blocks.1"]]
 
 
-def test_a_block_exchanges_four_times(run_ranks: Callable[..., Any]) -> None:
-    """Two sums after rows in forward, two before columns in backward, as in Megatron-LM, where no sequence is cut. They
-    take the memory of the products that they sum."""
-    def body(context: Any, blocks: int) -> list[int]:
-        job = job_of(lambda: Stack(*(Fused(width=24) for _ in range(blocks)), width=24))
-        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job, 4)
-        stepper.layout.forward(batch)  # records
-        with _Counted() as forward:
-            output = stepper.layout.forward(batch)
-        with torch.autograd.set_multithreading_enabled(False), _Counted() as backward:
-            output.square().mean().backward()
-        return [forward.exchanges, backward.exchanges, forward.copies + backward.copies]
-
-    one, two = run_ranks(lambda context: [body(context, blocks) for blocks in (1, 2)], 2)[0]
-
-    assert [after - before for before, after in zip(one, two, strict=True)] == [2, 2, 0]
+PRICED: dict[str, Callable[[], nn.Module]] = {
+    "flat": lambda: Stack(Flat(), width=24), "fused": lambda: Stack(Fused(width=24), Fused(width=24), width=24),
+    "experts": lambda: Stack(StackedExperts(width=24), width=24)}
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("sequence_bytes", [0, 2**30])
-@pytest.mark.parametrize("model", [
-    lambda: Stack(Flat(), width=24), lambda: Stack(Fused(width=24), Fused(width=24), width=24),
-    lambda: Stack(StackedExperts(width=24), width=24)])
+def run_and_sent(context: Any, name: str) -> list[int]:
+    stepper = split(context, PRICED[name])
+    forward, backward = exchanged(stepper)
+    weight_bytes = sum(local_part(p).numel() * 4 for p in stepper.local_parameters.values())
+    return [forward.exchanges, backward.exchanges, weight_bytes]
+
+
+@look
+def flat_run_and_sent(context: Any) -> list[int]:
+    with patch.object(tensor_run, "SEQUENCE_BYTES", 0):
+        return run_and_sent(context, "flat")
+
+
+@pytest.mark.parametrize("sequence_bytes", [0, pytest.param(2**30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["flat", *(pytest.param(name, marks=pytest.mark.slow)
+                                            for name in ("fused", "experts"))])
 def test_a_price_counts_what_ranks_run_and_send(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
-                                                model: Any, sequence_bytes: int) -> None:
+                                                request: pytest.FixtureRequest, name: str,
+                                                sequence_bytes: int) -> None:
     """The same weights are split, the same messages are sent, and products are those of one rank's parts."""
     monkeypatch.setattr(tensor_run, "SEQUENCE_BYTES", sequence_bytes)
-    job = job_of(model)
+    ran = (request.getfixturevalue("seen")["flat_run_and_sent"] if name == "flat" and not sequence_bytes
+           else run_ranks(lambda context: run_and_sent(context, name), 2))
 
-    def body(context: Any) -> Any:
-        stepper, batch = laid_out(job, "tensor=2", context), example_batch(job, 4)
-        stepper.layout.forward(batch)  # records
-        with _Counted() as forward:
-            output = stepper.layout.forward(batch)
-        with torch.autograd.set_multithreading_enabled(False), _Counted() as backward:
-            output.square().mean().backward()
-        held = sum(local_part(p).numel() * 4 for p in stepper.local_parameters.values())
-        return [forward.exchanges, backward.exchanges, held]
-
+    job = job_of(PRICED[name])
     profile = profile_job(job)
-    split = SplitJob(job, profile)
-    [rank] = split.ranks(paceline.Plan.parse("tensor=2"), (), microbatch_samples=4)
+    pieces = SplitJob(job, profile)
+    [rank] = pieces.ranks(paceline.Plan.parse("tensor=2"), (), microbatch_samples=4)
     sent = [segment.tensor.counted for segment in rank.profile.segments if segment.tensor is not None]
-    assert run_ranks(body, 2)[0] == [sum(len(ahead) for ahead, _ in sent), sum(len(back) for _, back in sent),
-                                     rank.profile.parameter_bytes]
+    assert ran[0] == [sum(len(ahead) for ahead, _ in sent), sum(len(back) for _, back in sent),
+                      rank.profile.parameter_bytes]
 
-    whole = sum(sum(p.flops for p in segment.forward.products) for segment in split.priced(4)[1].values())
+    whole = sum(sum(p.flops for p in segment.forward.products) for segment in pieces.priced(4)[1].values())
     own = sum(sum(p.flops for p in segment.forward.products) for segment in rank.profile.segments)
     assert own < 0.6 * whole
-
-
-def test_flat_tokens_get_their_sequence_back(run_ranks: Callable[..., Any], small_sequences: None) -> None:
-    """Their sums are scattered once they have it, with the bias added once."""
-    job = job_of(lambda: Stack(Flat(), Flat(), width=24))
-
-    found = run_ranks(lambda context: laid_out(job, "tensor=2", context).layout.report.document["sequence"], 2)
-
-    assert found[0] == ["blocks.0", "blocks.1"]
-
-
-class Planned(nn.Module):
-    """Two plain layers with a plan that no derivation would find."""
-
-    def __init__(self, tp_plan: dict[str, str]) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(24, 32), nn.Linear(32, 24)
-        self.tp_plan = tp_plan
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 PLANS = [({}, {"up.weight": (0, 1), "down.weight": (1, 1)}),
@@ -387,20 +453,26 @@ PLANS = [({}, {"up.weight": (0, 1), "down.weight": (1, 1)}),
           {"up.weight": (0, 1), "down.weight": (1, 1)})]
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize(("plan", "expected"), PLANS)
-def test_a_plan_that_the_model_brings(plan: dict[str, str], expected: dict[str, tuple[int, int]],
-                                      run_ranks: Callable[..., Any]) -> None:
-    """Its cuts are taken, where they say anything; they cost speed at worst."""
-    def model() -> nn.Module:
-        made = Stack(Planned(plan), Planned(plan), width=24)
-        made.tp_plan = plan
-        return made
+def planned(plan: dict[str, str]) -> nn.Module:
+    made = Stack(Planned(plan), width=24)
+    made.tp_plan = plan
+    return made
 
-    found = run_ranks(lambda context: cuts(laid_out(job_of(model), "tensor=2", context)), 2)
-    assert found[0] == {name: list(cut) for name, cut in expected.items()}
 
-    passes(job_of(model), "tensor=2")
+@look
+def cuts_of_plans(context: Any) -> list[Any]:
+    return [cuts(laid_out(job_of(lambda plan=plan: planned(plan)), "tensor=2", context)) for plan, _ in PLANS]
+
+
+def test_a_plan_that_the_model_brings(seen: dict[str, Any]) -> None:
+    """Its cuts are taken, where they say anything."""
+    assert seen["cuts_of_plans"][0] == [{name: list(cut) for name, cut in expected.items()} for _, expected in PLANS]
+
+
+@pytest.mark.parametrize("plan", [plan if number == 1 else pytest.param(plan, marks=pytest.mark.slow)
+                                  for number, (plan, _) in enumerate(PLANS)])
+def test_a_plan_that_the_model_brings_costs_speed_at_worst(plan: dict[str, str], tmp_path: Path) -> None:
+    ends_alike(lambda: planned(plan), "tensor=2", tmp_path)
 
 
 def test_transformers_plans_are_read() -> None:
@@ -422,7 +494,7 @@ def test_a_split_model_adds_no_process_groups(plan: str, ranks: int, groups: int
                                               run_ranks: Callable[..., Any]) -> None:
     """There are that of all ranks and those of axes that are not all of them: a group has threads and connections."""
     def body(context: Any) -> int:
-        laid_out(job_of(lambda: Stack(Fused())), plan, context)
+        laid_out(job_of(Mlp), plan, context)
         return len(torch.distributed.distributed_c10d._world.pg_map)
 
     assert run_ranks(body, ranks) == [groups] * ranks

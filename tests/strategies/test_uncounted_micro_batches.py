@@ -56,7 +56,7 @@ class Complex(nn.Module):
         return self.last((self.first(x).to(self.weight.dtype) @ self.weight).abs())
 
 
-@pytest.mark.parametrize("plan", ["single", "data=2", "shard=2"])
+@pytest.mark.parametrize("plan", [pytest.param("single", marks=pytest.mark.slow), "data=2", "shard=2"])
 def test_complex_gradients_are_clipped(run_ranks: Callable[..., Any], plan: str):
     """As torch clips the pairs of real numbers that they are."""
     job = stateful_job(Complex, clip=0.05, steps=1)

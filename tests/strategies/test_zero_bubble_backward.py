@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from stateful_jobs import assert_alike, stateful_job
+from stateful_jobs import in_turn, stateful_job
 from torch import Tensor, nn
 
 from paceline.strategies.stages.engine import uses_weights_once
@@ -28,10 +26,11 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.timeout(120)
-def test_weights_that_a_stage_uses_twice(tmp_path: Path):
+@pytest.mark.parametrize("plan", ["pipeline=2 microbatches=3 schedule=zero-bubble"])
+@in_turn(lambda plan: stateful_job(Recurrent))
+def test_weights_that_a_stage_uses_twice():
     """torch comes to nodes that it has freed if it does the weights' part apart, as it reaches some of these weights by
     paths that don't lead to the stage's inputs."""
-    assert_alike(stateful_job(Recurrent), "pipeline=2 microbatches=3 schedule=zero-bubble", tmp_path)
 
 
 class Gated(nn.Module):
@@ -49,9 +48,11 @@ class Gated(nn.Module):
 
 
 @pytest.mark.timeout(120)
-def test_weights_beside_the_path_of_a_stage(tmp_path: Path):
+@pytest.mark.parametrize("plan", [f"pipeline={ranks} microbatches=3 schedule=zero-bubble" for ranks in (2, 3)])
+@pytest.mark.sweep(1)
+@in_turn(lambda plan: stateful_job(Gated))
+def test_weights_beside_the_path_of_a_stage():
     """No gradient goes from the gate's weights on to the inputs of their stage."""
-    assert_alike(stateful_job(Gated), "pipeline=3 microbatches=3 schedule=zero-bubble", tmp_path)
 
 
 @pytest.mark.parametrize(("forward", "once"), [

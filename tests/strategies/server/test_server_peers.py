@@ -60,6 +60,20 @@ def test_what_peers_say_passes(role: Role, message: dict[str, Any]):
     assert checked(role, message) == message
 
 
+@pytest.mark.parametrize(("role", "message"), GOOD)
+def test_what_lacks_something_or_has_something_else_is_refused(role: Role, message: dict[str, Any]):
+    """Each key left out, another one, and each value of each other type."""
+    for key, value in message.items():
+        bad = [{k: v for k, v in message.items() if k != key}, {**message, "joined": value}]
+        for other in (None, True, 3, 0.5, "text", [], ["text"], {}, {"text": 3}):
+            if type(other) is not type(value) and not {type(other), type(value)} <= {int, float}:
+                bad.append({**message, key: other})
+        for one in bad:
+            with pytest.raises(WireError, match="it sent a message"):
+                checked(role, one)
+
+
+@pytest.mark.slow
 @given(st.sampled_from(GOOD), st.data())
 def test_what_they_do_not_say_is_refused(good: tuple[Role, dict[str, Any]], data: st.DataObject):
     """Without a key, with another one, or with a value of another type: refused and never anything else."""

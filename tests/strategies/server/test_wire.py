@@ -447,10 +447,21 @@ _headers = st.fixed_dictionaries({}, optional={
     "length": st.integers(0, 60) | st.integers(0, 2**64 - 1)})
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150)
+def test_a_worker_that_sends_anything_for_longer(attacked: Attacked, data: st.DataObject):
+    _send_anything(attacked, data)
+
+
+@given(st.data())
+@settings(max_examples=30)
 def test_a_worker_that_sends_anything(attacked: Attacked, data: st.DataObject):
     """Frames with fields, bytes and ends that are changed: its connection ends and another's update goes through."""
+    _send_anything(attacked, data)
+
+
+def _send_anything(attacked: Attacked, data: st.DataObject) -> None:
     sent = []
     for number in data.draw(st.lists(st.integers(0, len(TABLED.chunks) + 1), max_size=12)):
         changes = data.draw(st.just({}) | _headers)
