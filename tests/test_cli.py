@@ -354,9 +354,10 @@ def test_plan_hands_every_option_on(verb: Any, job_file: str):
     assert plan.given[1] == "local"
     assert plan.options == {"relaxed": False, "price_per_hour": None, "mtbf_hours": None}
     call("plan", job_file, "--cluster", "8xH100", "--relaxed", "--price", "2.5", "--mtbf-hours", "1e4",
-         "--checkpoint-rate", "1e9")
+         "--checkpoint-rate", "1e9", "--repair-hours", "2")
     assert plan.given[1] == "8xH100"
-    assert plan.options == {"relaxed": True, "price_per_hour": 2.5, "mtbf_hours": 1e4, "checkpoint_bytes_per_s": 1e9}
+    assert plan.options == {"relaxed": True, "price_per_hour": 2.5, "mtbf_hours": 1e4, "repair_hours": 2.0,
+                            "checkpoint_bytes_per_s": 1e9}
     verb("plan", Planned(FIGURES, chosen=None))
     assert call("plan", job_file).exit_code == 1
 
@@ -375,6 +376,7 @@ def test_plan_draws_a_scale(verb: Any, job_file: str, tmp_path: Path):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--plot", "a.png"], "add --scale"), (["--checkpoint-rate", "1e9"], "add --mtbf-hours"),
+    (["--repair-hours", "2"], "--repair-hours is about failures"),
     (["--scale", "1..4", "--price", "2"], "--price: --scale ranks by time alone"),
     (["--scale", "1..4", "--plot", "a.pdf"], "can't draw to a.pdf")])
 def test_options_of_plan_that_need_another(verb: Any, job_file: str, words: list[str], message: str):

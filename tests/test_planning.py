@@ -19,6 +19,7 @@ from paceline.errors import ClusterError, PlanError, UsageError
 from paceline.planner.goodput import outlook
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import RankedPlans
+from paceline.planner.survival import FailureRates
 from paceline.plans import Plan
 from paceline.strategies.server.keys import Servers
 from paceline.verbs.planning import Answer
@@ -218,13 +219,15 @@ def test_failures_are_reckoned_with(answer: Answer):
     assert found["goodput"] == pytest.approx(found["simulated_goodput"], rel=0.01) and 0.99 < found["goodput"] < 1
     assert "with a failure every 20.8 days: a checkpoint every" in asked.describe().replace("\n    ", " ")
     ways = found["survival"]
-    assert list(ways) == ["copies", "checkpoint", "resume"]  # a lost host takes the copies and the launcher with it
+    assert list(ways) == ["copies", "checkpoint", "spare", "resume"]
     assert ways["copies"]["goodput"] > 0.99 and ways["checkpoint"]["goodput"] > found["goodput"]
     assert ways["resume"]["goodput"] == found["goodput"]
     on_two = paceline.plan(_job(), "2x1xH100", mtbf_hours=1000.0).to_dict()["failures"]
-    assert list(on_two["survival"]) == ["resume"]
+    assert list(on_two["survival"]) == ["copies", "resume"]
+    assert list(on_two["survival_refused"]) == ["fewer", "spare"]  # if the keeper of the meeting place is lost
     assert answer.to_dict()["failures"] is None
-    for wrong in ({"mtbf_hours": 0.0}, {"mtbf_hours": 1.0, "checkpoint_bytes_per_s": -1.0}, {"price_per_hour": 0.0}):
+    for wrong in ({"mtbf_hours": 0.0}, {"mtbf_hours": 1.0, "repair_hours": 0.0},
+                  {"mtbf_hours": 1.0, "checkpoint_bytes_per_s": -1.0}, {"price_per_hour": 0.0}):
         with pytest.raises(UsageError, match="must be a number above 0"):
             paceline.plan(_job(), "2xH100", **wrong)
 
@@ -232,13 +235,14 @@ def test_failures_are_reckoned_with(answer: Answer):
 def test_what_ranks_leave_is_reckoned_with():
     """Steps that are long enough for a note after each go back one step; others as far as copies are apart."""
     problem = PlanningProblem.of(_job())
-    candidate = problem.search(Cluster.local("cpu:0-1")).chosen
+    cluster = Cluster.local("cpu:0-1")
+    candidate = problem.search(cluster).chosen
     for step_s, back_s in ((30.0, 30.0), (0.01, pytest.approx(0.2, abs=0.2))):
         slower = replace(candidate, estimate=replace(candidate.estimate, step_s=step_s))
-        ways = outlook(problem.profile, slower, mtbf_hours=1.0, is_one_host=True, is_on_cpus=True).survivals
+        ways = outlook(problem, slower, cluster, FailureRates(mtbf_hours=1.0)).survivals
         assert ways[0].interval_s == back_s
-    on_gpus = outlook(problem.profile, replace(candidate, estimate=replace(candidate.estimate, step_s=0.1)),
-                      mtbf_hours=1.0, is_one_host=True).survivals
+    on_gpus = outlook(problem, replace(candidate, estimate=replace(candidate.estimate, step_s=0.1)),
+                      Cluster.parse("2xH100"), FailureRates(mtbf_hours=1.0)).survivals
     assert on_gpus[0].interval_s >= 0.2
 
 

@@ -174,6 +174,8 @@ def plan_(
     price: Annotated[float | None, typer.Option(metavar="PER_HOUR", help="Of a device; ranks plans by cost.")] = None,
     mtbf_hours: Annotated[float | None, typer.Option(
         metavar="HOURS", help="Mean time between failures of a device: how often to save, and what is lost.")] = None,
+    repair_hours: Annotated[float | None, typer.Option(
+        metavar="HOURS", help="Until a host, or a GPU, that failed is back; 1 by default, a guess.")] = None,
     checkpoint_rate: Annotated[float | None, typer.Option(
         metavar="BYTES_PER_S", help="At which a device writes a checkpoint; 120 MB/s by default.")] = None,
     scale: Annotated[str | None, typer.Option(metavar="FIRST..LAST", help="The best plan on 1..4096 devices.")] = None,
@@ -196,15 +198,16 @@ def plan_(
     if scale is not None:
         assert file is not None
         _scale(file, settings, cluster, scale, relaxed=relaxed, plot=plot, as_json=as_json,
-               others={"--price": price, "--mtbf-hours": mtbf_hours, "--checkpoint-rate": checkpoint_rate,
-                       "--calibrate": calibrate, "--html": html})
+               others={"--price": price, "--mtbf-hours": mtbf_hours, "--repair-hours": repair_hours,
+                       "--checkpoint-rate": checkpoint_rate, "--calibrate": calibrate, "--html": html})
         return
     with _reported():
         if plot is not None:
             raise UsageError("--plot draws what --scale finds", hint="add --scale 1..4096")
-        if checkpoint_rate is not None and mtbf_hours is None:
-            raise UsageError("--checkpoint-rate is about failures", hint="add --mtbf-hours")
-        stated = {"checkpoint_bytes_per_s": checkpoint_rate, "calibrate_s": calibrate}
+        for option, value in (("--checkpoint-rate", checkpoint_rate), ("--repair-hours", repair_hours)):
+            if value is not None and mtbf_hours is None:
+                raise UsageError(f"{option} is about failures", hint="add --mtbf-hours")
+        stated = {"repair_hours": repair_hours, "checkpoint_bytes_per_s": checkpoint_rate, "calibrate_s": calibrate}
         given: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
         given |= {"relaxed": relaxed, "price_per_hour": price, "mtbf_hours": mtbf_hours}
         if hf is not None:

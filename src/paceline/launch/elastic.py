@@ -38,7 +38,7 @@ from paceline.errors import PacelineError, PeerLost, Preempted
 from paceline.launch import hosted, signals
 from paceline.launch.copy_service import CopyAddress
 from paceline.launch.failure import Failure, RankFailed, cause_of, failure_of, killed
-from paceline.launch.fault_policy import FRUITLESS_RESTARTS
+from paceline.launch.fault_policy import FRUITLESS_RESTARTS, JOIN_S
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.host_copies import HostCopies
 from paceline.launch.meeting import FolderUnusable, MeetingPlace, RunOver
@@ -49,7 +49,6 @@ from paceline.launch.supervisor import Supervisor
 from paceline.launch.watchdog import within
 from paceline.waiting import waiting
 
-JOIN_S = 600.0  # for enough hosts to come, or for a host that lost the others to find them again; torch's own default
 _SOON_S = 3.0  # for other hosts, after enough of them are there and the run has begun before
 _MONITOR_S = 0.1  # between looks at the ranks; torch's own default
 _HEARD_S = 1.5  # for a host to say what its ranks ended of, if others only heard

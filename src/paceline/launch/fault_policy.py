@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from paceline.cluster import Device
 
 RESTARTS = 100  # of ranks in a run, if the user doesn't say
+# For enough hosts to come, or for a host that lost the others to find them again; torch's own default.
+JOIN_S = 600.0
 FRUITLESS_RESTARTS = 2  # of one rank in a row, without a step that was not taken before
 
 

@@ -31,7 +31,7 @@ from paceline.runtime.drift import FINGERPRINTS, who_differs
 from paceline.runtime.folder import JOURNAL
 from paceline.runtime.journal import last_step
 from paceline.runtime.live import copy_live, live_disagreement, live_prints, live_step
-from paceline.strategies.mesh import Mesh
+from paceline.strategies.mesh import hosts_of_parts
 from paceline.waiting import waiting
 
 if TYPE_CHECKING:
@@ -45,11 +45,7 @@ def part_of(stepper: StateOwner) -> tuple[int, int]:
     mesh = stepper.mesh
     if stepper.step_sync.has_own_steps or any(kept.replica for kept in stepper.kept()):
         return mesh.rank, mesh.world_size
-    return _place(mesh), mesh.world_size // mesh.num_copies
-
-
-def _place(mesh: Mesh) -> int:
-    return mesh.number(axis for axis in mesh.sizes if axis not in mesh.copy_axes)
+    return mesh.part, mesh.world_size // mesh.num_copies
 
 
 def origin_of(stepper: StateOwner, context: RankContext) -> dict[str, Any]:
@@ -67,10 +63,7 @@ def needs_neighbour(stepper: StateOwner, context: RankContext) -> bool:
         return False
     if part_of(stepper)[1] == mesh.world_size:
         return True
-    hosts: dict[int, set[int]] = {}
-    for rank in range(mesh.world_size):
-        hosts.setdefault(_place(mesh.at(rank)), set()).add(rank // num_local)
-    return any(len(of_part) == 1 for of_part in hosts.values())
+    return any(len(of_part) == 1 for of_part in hosts_of_parts(mesh, num_local).values())
 
 
 @dataclass(frozen=True)

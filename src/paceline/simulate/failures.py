@@ -1,13 +1,21 @@
 """What failures cost a long run: how often to write a checkpoint, and which part of the time is progress.
 
 Failures come at any time with the same probability and stop everything. Work since the last checkpoint is done again.
+What a failure takes away for longer, and how the run goes on meanwhile, is in `outages.py`.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from paceline.simulate.outages import Outages
+
+Event = Literal["lost", "back"]
+NOTHING_LOST = Outages()
 
 # Of a device, if nobody says: 2 TB/s of storage for 16,384 GPUs (Grattafiori et al. 2024, The Llama 3 Herd of Models,
 # section 3.3.1).
@@ -73,14 +81,37 @@ def daly_interval_s(failures: Failures) -> float:
     return max(best_s, failures.beside_s)
 
 
-def goodput(failures: Failures, interval_s: float) -> float:
-    """The part of the time that is progress which lasts, with a checkpoint after every interval of work.
+def goodput(failures: Failures, interval_s: float, outages: Outages = NOTHING_LOST) -> float:
+    """The part of the time that is progress which lasts, with a checkpoint after every interval of work. Time in which
+    a run lacks units counts as its speed then.
 
     A failure while a checkpoint is written beside the training goes back to the one before. A failure so costs the time
-    of this writing more, on average.
+    of this writing more, on average. What a run lacks is taken to be independent of where it is in an interval.
 
     Source: Daly 2006, its complete model: failures may also come while a checkpoint is written and while ranks restart.
     """
+    mtbf_s, num_units, num_spares = failures.mtbf_s, outages.num_units, outages.num_spares
+    # The start of a run that has ended, in the place of a restart. Either begins again with each failure that hits it.
+    resuming_s = mtbf_s * (math.exp(min(700.0, outages.resumed_s / mtbf_s)) - math.exp(
+        min(700.0, failures.restart_s / mtbf_s)))
+    if not outages.are_repaired_beside:  # so many failures until the run ends; those of spares cost no restart
+        running_s = mtbf_s * sum(num_units / (num_units + left) for left in range(num_spares + 1))
+        ended_s = outages.repair_s + resuming_s
+        return _with_all(failures, interval_s) * running_s / (running_s + ended_s)
+    out, lasting = outages.out_parts(mtbf_s), 0.0
+    parts = [sum(out[:num_spares + 1]), *out[num_spares + 1:]]  # of the time, by how many units the run lacks
+    for lacking, (part, speed) in enumerate(zip(parts, outages.speeds, strict=True)):
+        fewer = replace(failures, mtbf_s=mtbf_s * num_units / (num_units - lacking))
+        lasting += part * speed * _with_all(fewer, interval_s)
+    # Who is back before the others have begun again begins with them.
+    is_joined = outages.most_lacking > 0 and outages.repair_s > failures.restart_s
+    ends = out[-1] * (num_units - outages.most_lacking) / num_units if outages.repair_s else 0.0  # a failure
+    costs_s = is_joined * outages.joining_s + ends * resuming_s
+    return lasting / (1 + costs_s / mtbf_s)
+
+
+def _with_all(failures: Failures, interval_s: float) -> float:
+    """The goodput of a run that lacks nothing after a restart."""
     mtbf_s = failures.mtbf_s
     exponent = (interval_s + failures.waited_s) / mtbf_s
     again_s = failures.restart_s + failures.beside_s
@@ -89,28 +120,88 @@ def goodput(failures: Failures, interval_s: float) -> float:
     return interval_s / (mtbf_s * math.exp(again_s / mtbf_s) * math.expm1(exponent))
 
 
-def simulated_goodput(failures: Failures, interval_s: float, *, intervals: int = 10_000, seed: int = 0) -> float:
-    """The same, played: so many intervals of work, with failures drawn from an exponential distribution."""
-    draws = random.Random(seed)
-    until_failure_s, passed_s = draws.expovariate(1 / failures.mtbf_s), 0.0
-
-    def lasted_s(seconds: float) -> float:
-        """How much of so many seconds passes without a failure."""
-        nonlocal until_failure_s, passed_s
-        lasting_s = min(seconds, until_failure_s)
-        passed_s += lasting_s
-        until_failure_s = draws.expovariate(1 / failures.mtbf_s) if lasting_s < seconds else until_failure_s - seconds
-        return lasting_s
-
-    done, is_written = 0, True  # intervals, and whether the last one's checkpoint can be read
-    while done < intervals:
-        segment_s = interval_s + failures.waited_s
-        lasting_s = lasted_s(segment_s)
-        is_written = is_written or lasting_s >= failures.beside_s
-        if lasting_s == segment_s:
-            done, is_written = done + 1, failures.beside_s == 0
+def simulated_goodput(failures: Failures, interval_s: float, outages: Outages = NOTHING_LOST, *,
+                      num_failures: int = 10_000, seed: int = 0) -> float:
+    """The same, played through so many failures, each drawn from an exponential distribution: units are lost, by chance
+    also during restarts and while others are out, and are back after their repair."""
+    units = _Units(failures, outages, random.Random(seed))
+    segment_s, done_s = interval_s + failures.waited_s, 0.0
+    while units.num_failures < num_failures:
+        if units.lacking > outages.most_lacking:
+            units.rest()
+            units.start(outages.resumed_s, again_s=outages.resumed_s)
             continue
-        done, is_written = done - (not is_written), True
-        while lasted_s(failures.restart_s) < failures.restart_s:
-            pass
-    return intervals * interval_s / passed_s
+        speed = outages.speeds[units.lacking]
+        lasted_s, event = units.passed(math.inf)
+        if event == "back":  # saved at the end of a step, and begun again with it
+            whole, rest_s = divmod(lasted_s, segment_s)
+            done_s += speed * (whole * interval_s + min(rest_s, interval_s))
+            units.start(outages.joining_s, again_s=failures.restart_s)
+        else:  # back to the last checkpoint that is written
+            done_s += speed * interval_s * max(0.0, (lasted_s - failures.beside_s) // segment_s)
+            units.start(failures.restart_s, again_s=failures.restart_s)
+    return done_s / units.now_s
+
+
+class _Units:
+    """The units of a run and its spares, as time passes.
+
+    backs_s: when those that are out are back, the first one first.
+    """
+
+    def __init__(self, failures: Failures, outages: Outages, draws: random.Random) -> None:
+        self.outages, self.draws = outages, draws
+        self.unit_mtbf_s = failures.mtbf_s * outages.num_units
+        self.num_all = outages.num_units + outages.num_spares
+        self.now_s, self.num_failures = 0.0, 0
+        part = outages.part_out(failures.mtbf_s) if outages.are_repaired_beside else 0.0
+        self.backs_s = [outages.repair_s * draws.random() for _ in range(self.num_all) if draws.random() < part]
+        heapq.heapify(self.backs_s)
+
+    @property
+    def lacking(self) -> int:
+        """Units that the run lacks."""
+        return max(0, len(self.backs_s) - self.outages.num_spares)
+
+    def passed(self, most_s: float) -> tuple[float, Event | None]:
+        """Let so much time pass, or less: until a unit that the run computes on is lost, or one that it lacks is
+        back."""
+        began_s, end_s = self.now_s, self.now_s + most_s
+        while True:
+            num_up = self.num_all - len(self.backs_s)
+            lost_s = self.now_s + self.draws.expovariate(num_up / self.unit_mtbf_s) if num_up else math.inf
+            back_s = self.backs_s[0] if self.backs_s else math.inf
+            if end_s <= min(lost_s, back_s):
+                self.now_s = end_s
+                return most_s, None
+            self.now_s = min(lost_s, back_s)
+            if back_s <= lost_s:
+                was_lacking = self.lacking > 0
+                heapq.heappop(self.backs_s)
+                if was_lacking:
+                    return self.now_s - began_s, "back"
+                continue
+            self.num_failures += 1
+            is_of_run = self.draws.random() * num_up < self.outages.num_units
+            if self.outages.repair_s > 0:
+                is_back_s = self.now_s + self.outages.repair_s if self.outages.are_repaired_beside else math.inf
+                heapq.heappush(self.backs_s, is_back_s)
+            if is_of_run:
+                return self.now_s - began_s, "lost"
+
+    def start(self, seconds: float, *, again_s: float) -> None:
+        """Let ranks start, which takes so long, or longer if units are lost meanwhile. It ends early if too few are
+        left."""
+        while True:
+            lasted_s, event = self.passed(seconds)
+            if event is None or self.lacking > self.outages.most_lacking:
+                return
+            seconds = again_s if event == "lost" else seconds - lasted_s
+
+    def rest(self) -> None:
+        """Let time pass until there are enough units again."""
+        if not self.outages.are_repaired_beside:
+            self.now_s += self.outages.repair_s
+            self.backs_s.clear()
+        while self.lacking > self.outages.most_lacking:
+            self.passed(math.inf)

@@ -142,6 +142,11 @@ class Mesh:
         return self.number(self.copy_axes)
 
     @cached_property
+    def part(self) -> int:
+        """Which part of the model's weights this rank holds. Ranks with the same part hold the same."""
+        return self.number(axis for axis in self.sizes if axis not in self.copy_axes)
+
+    @cached_property
     def num_copies(self) -> int:
         return math.prod(self.sizes[axis] for axis in self.copy_axes)
 
@@ -223,6 +228,14 @@ class Mesh:
     def _stride(self, axis: str) -> int:
         after = list(self.sizes)[list(self.sizes).index(axis) + 1:]
         return math.prod(self.sizes[name] for name in after)
+
+
+def hosts_of_parts(mesh: Mesh, host_ranks: int) -> dict[int, set[int]]:
+    """The hosts, of so many ranks each, that hold each part of the model's weights."""
+    hosts: dict[int, set[int]] = {}
+    for rank in range(mesh.world_size):
+        hosts.setdefault(mesh.at(rank).part, set()).add(rank // host_ranks)
+    return hosts
 
 
 def weakest(plan: Plan, devices: Sequence[Device]) -> list[Device | None]:

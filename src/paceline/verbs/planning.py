@@ -23,6 +23,7 @@ from paceline.planner.goodput import Goodput, outlook
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank import Candidate, RankedPlans, compiling, reason
 from paceline.planner.remedies import Attempt, Remedy, remedies
+from paceline.planner.survival import REPAIR_HOURS, FailureRates
 from paceline.plans import Plan
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
 from paceline.values import plain, value_of
@@ -138,7 +139,7 @@ class Answer:
 
 
 def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed: bool = False,
-         price_per_hour: float | None = None, mtbf_hours: float | None = None,
+         price_per_hour: float | None = None, mtbf_hours: float | None = None, repair_hours: float = REPAIR_HOURS,
          checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S, calibrate_s: float = CALIBRATE_S) -> Answer:
     """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
 
@@ -148,7 +149,9 @@ def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed:
             this machine plans may leave devices out.
         relaxed: Whether a plan may be chosen that gives something up against one device.
         price_per_hour: Of a device. Plans are ranked by what a sample costs, and may leave devices out.
-        mtbf_hours: Mean time between failures of a device, for the best interval between checkpoints.
+        mtbf_hours: Mean time between failures of a device: for the best interval between checkpoints, and for what each
+            way to survive costs.
+        repair_hours: Until a host, or a GPU, that failed is back.
         checkpoint_bytes_per_s: That a device writes of a checkpoint.
         calibrate_s: Seconds after which no further plan is tried on devices that are here. A few steps of the most
             promising plans, and of one of each kind, correct what is predicted; 0 predicts alone.
@@ -159,6 +162,7 @@ def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed:
     """
     if price_per_hour is not None and not 0 < price_per_hour < float("inf"):
         raise UsageError(f"price_per_hour must be a number above 0, got {price_per_hour}")
+    rates = None if mtbf_hours is None else FailureRates(mtbf_hours, repair_hours, checkpoint_bytes_per_s)
     planned = Planned.of(job)
     target = with_links(Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
     named = cluster if isinstance(cluster, str) else f"{len(target.devices)} devices"
@@ -166,8 +170,7 @@ def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed:
     def answer() -> Answer:
         # Ranks are started on devices that are here alone, and would go on without the collector.
         with without_collector() if target.nodes else nullcontext():
-            return _answer(planned, target, named, relaxed=relaxed, price_per_hour=price_per_hour,
-                           mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s,
+            return _answer(planned, target, named, relaxed=relaxed, price_per_hour=price_per_hour, rates=rates,
                            calibrate_s=calibrate_s)
 
     if not has_gpus():
@@ -177,7 +180,7 @@ def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed:
 
 
 def _answer(planned: Planned, cluster: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
-            mtbf_hours: float | None, checkpoint_bytes_per_s: float, calibrate_s: float) -> Answer:
+            rates: FailureRates | None, calibrate_s: float) -> Answer:
     """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
     loaded = planned.job
     problem = PlanningProblem.of(loaded, price_per_hour, device=cluster.first_here)
@@ -204,10 +207,7 @@ def _answer(planned: Planned, cluster: Cluster, named: str, *, relaxed: bool, pr
                   problem.is_priced(cluster),
                   remedies(problem, cluster, planned.smaller(cluster)) if chosen is None else (),
                   _advice(problem, chosen, cluster),
-                  None if mtbf_hours is None or chosen is None else outlook(
-                      problem.profile, chosen, mtbf_hours=mtbf_hours, checkpoint_bytes_per_s=checkpoint_bytes_per_s,
-                      is_on_cpus=not cluster.nodes and all(device.kind == "cpu" for device in cluster.devices),
-                      is_one_host=not cluster.nodes or chosen.plan.world_size <= len(cluster.nodes[0].devices)))
+                  None if rates is None or chosen is None else outlook(problem, chosen, cluster, rates))
 
 
 def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:

@@ -45,7 +45,7 @@ def _chosen(answer: Answer, chosen: Candidate) -> Iterator[str]:
     if answer.advice is not None:
         yield _advised(answer.advice, chosen)
     if answer.outlook is not None:
-        yield answer.outlook.describe()
+        yield from answer.outlook.lines()
 
 
 def _shown(plans: RankedPlans) -> list[Candidate]:

@@ -1,0 +1,64 @@
+"""How a run outlives failures on one host, whose process replaces ranks that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from paceline.errors import PlanError
+from paceline.launch.live_states import COPY_SHARE
+from paceline.launch.live_states import TIME_SHARE as NOTE_SHARE
+from paceline.launch.state_copies import TIME_SHARE
+from paceline.planner.resized import resized
+from paceline.planner.survival import FailingRun, NoSurvival, Survival, SurvivalName, fitting_step_s
+from paceline.simulate.failures import Failures
+from paceline.simulate.outages import Outages
+
+# Until the ranks of one host are replaced and compute again: forks of a warm process, a process group, a small model.
+# The slowest plan's median, python -m benchmarks.recovery on two cores.
+REPLACED_S = 0.7
+NOTE_S, NOTE_TENSOR_S = 1e-4, 1e-6  # of a note, and more a tensor of the state: 0.1 to 0.2 ms for 72, 1.1 ms for 1,152
+STATE_TENSORS = 3  # a parameter: itself, and what Adam keeps of it
+
+
+def ways(run: FailingRun) -> Iterator[tuple[SurvivalName, Callable[[], Survival]]]:
+    """The ways that exist on one host, if nothing speaks against them."""
+    yield "copies", partial(_copies, run)
+    yield "checkpoint", partial(_checkpoint, run)
+    if run.cluster.devices[0].kind == "cuda":
+        yield "spare", partial(_spare, run)
+
+
+def _copies(run: FailingRun) -> Survival:
+    words = "ranks are replaced on their host and go on from what they left in memory"
+    waited_s, interval_s = run.copied_s, max(run.copied_s / TIME_SHARE, run.step_s)
+    note_s = NOTE_S + NOTE_TENSOR_S * STATE_TENSORS * sum(p.count for p in run.problem.profile.parameters)
+    is_on_cpus = not run.cluster.nodes and all(device.kind == "cpu" for device in run.cluster.devices)
+    if is_on_cpus and run.plan.sync.leaves_state and note_s <= NOTE_SHARE * run.step_s:
+        # beside copies, for ranks that are lost in an update
+        waited_s, interval_s = note_s + COPY_SHARE * run.step_s, run.step_s
+    return Survival.of("copies", words, Failures(run.mtbf_s, waited_s, REPLACED_S + run.copied_s), interval_s)
+
+
+def _checkpoint(run: FailingRun) -> Survival:
+    return Survival.of("checkpoint", "ranks are replaced on their host and go on from the newest checkpoint",
+                       *run.saving(REPLACED_S))
+
+
+def _spare(run: FailingRun) -> Survival:
+    """One GPU waits; the one that it took the place of is repaired when the run has ended."""
+    plan, num_gpus = run.plan, len(run.cluster.nodes[0].devices if run.cluster.nodes else run.cluster.devices)
+    if num_gpus == 1:
+        raise NoSurvival("the host has one GPU")
+    if plan.world_size == num_gpus:
+        try:
+            plan = resized(plan, num_gpus - 1)
+        except PlanError as error:
+            raise NoSurvival(str(error).partition("\n")[0]) from error
+    step_s = run.step_s if plan == run.plan else fitting_step_s(run, plan)
+    failures = Failures(run.mtbf_s * run.plan.world_size / plan.world_size, run.copied_s, REPLACED_S + run.copied_s)
+    outages = Outages(plan.world_size, 1, run.rates.repair_s, resumed_s=run.resumed_s, are_repaired_beside=False)
+    return Survival.of(
+        "spare", f"a GPU waits for the place of one that fails (--spares 1), under {plan}; the next failure ends the "
+        "run", failures, max(run.copied_s / TIME_SHARE, step_s), outages=outages, used=min(1.0, run.step_s / step_s),
+        options={"options": "--spares 1", "plans": [str(plan)], "repair_s": run.rates.repair_s})
