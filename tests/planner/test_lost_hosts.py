@@ -105,6 +105,15 @@ def test_extreme_figures(problem: PlanningProblem, rates: dict[str, float]):
     assert all(0 <= survival.goodput <= 1 for survival in found.survivals)
 
 
+def test_many_ranks_may_lack_one_host():
+    """A plan for each number of hosts would take long to find."""
+    large = PlanningProblem.of(_job(520))
+    for cluster, least in (("64x8xH100", 62), ("65x8xH100", 64)):
+        count = Cluster.parse(cluster).nodes[0].count
+        ways = priced(large, f"data={8 * count}", cluster).to_dict()["survival"]
+        assert ways["fewer"]["options"] == f"--hosts {least}:{count}"
+
+
 def test_hosts_that_are_not_alike(problem: PlanningProblem):
     kinds = tuple(Cluster.parse(text).nodes[0] for text in ("2x8xH100", "1x8xA100"))
     chosen = Candidate(Plan.parse("data=24"), problem.price(Plan.parse("data=24"), Cluster.of(kinds)))

@@ -32,6 +32,7 @@ from paceline.strategies.mesh import Mesh, hosts_of_parts
 REPLACED_S, LEFT_S, JOINED_S = 3.8, 6.1, 4.2
 SILENCE_S = MOST_SILENCE_S  # until a host is given up: what --patience comes to if nobody says
 MOST_FEWER = 8  # hosts that a run may lack; a plan is priced for each number
+MANY_RANKS = 512  # of which it may lack one host: `resized` takes 2 to 12 s for 16,000 ranks
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ def _smaller(hosts: _Hosts) -> list[tuple[Plan, float]]:
     standard deviations more, if the others may go on without so many, one after the other."""
     mean = hosts.count * hosts.part_out
     most = max(1, math.ceil(mean + 2 * math.sqrt(mean * (1 - hosts.part_out))))
+    most = min(most, hosts.count - 2, MOST_FEWER if hosts.run.plan.world_size <= MANY_RANKS else 1)
     smaller: list[tuple[Plan, float]] = []
-    for lacking in range(1, 1 + min(most, hosts.count - 2, MOST_FEWER)):
+    for lacking in range(1, 1 + most):
         try:
             plan = resized(hosts.run.plan, (hosts.count - lacking) * hosts.num_ranks)
             smaller.append((plan, fitting_step_s(hosts.run, plan)))
