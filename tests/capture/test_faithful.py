@@ -285,3 +285,13 @@ def test_a_size_that_depends_on_values_is_refused() -> None:
 
     with pytest.raises(PlanRefused, match="depends on the values of tensors"):
         sum(value.num_bytes for value in recorded.values.values())
+
+
+def test_no_operator_s_line_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes a fifth of a capture; torch looks for them again afterwards."""
+    def extract(**_: Any) -> Any:
+        raise AssertionError("a line is looked for")
+
+    monkeypatch.setattr("torch.fx.proxy.CapturedTraceback", SimpleNamespace(extract=extract))
+    assert capture(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), (torch.zeros(2, 4),), {}).pieces
+    assert not torch.fx.config.do_not_emit_stack_traces
