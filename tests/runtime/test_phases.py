@@ -32,7 +32,7 @@ PLANS = ("data=3", "shard=2", "tensor=2", "pipeline=2", "server=2 workers=2")
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3))
+        self.body = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,8 +140,7 @@ def test_what_is_frozen_throughout_needs_no_gradient(tmp_path: Path) -> None:
     job = make_job(freeze=["body.*.weight", "head.bias"])
     model = build_model(job, torch.device("cpu"))
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
-        "body.0.0.bias", "body.0.2.bias", "body.1.0.bias", "body.1.2.bias", "body.2.0.bias", "body.2.2.bias",
-        "head.weight"}
+        "body.0.0.bias", "body.0.2.bias", "body.1.0.bias", "body.1.2.bias", "head.weight"}
     frozen = lambda step, epoch: tuple(  # noqa: E731
         name for name, p in model.named_parameters() if not p.requires_grad)
     *_, expected = by_hand(job, frozen=frozen)
@@ -268,8 +267,8 @@ def plateau_job(**fields: Any) -> pl.Job:
             optimizer, factor=0.5, patience=0, threshold=0.24), **fields})
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", ["single", *PLANS])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("plan", [*reversed(PLANS[:4]), "server=2 workers=2", "single"])
 def test_the_rate_falls_by_plateau_alike_everywhere(plan: str, tmp_path: Path) -> None:
     """All ranks decide from one evaluated number."""
     job = plateau_job()

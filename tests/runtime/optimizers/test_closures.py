@@ -21,11 +21,11 @@ from paceline.runtime.optimizers.probe import Reach, needs_closure, observe
 from paceline.runtime.order import Order
 from paceline.runtime.streams import seed_model, seed_streams
 
-EXACT = 1e-10  # twenty evaluations a step lead from one rounding to the next
+EXACT = 1e-10  # several evaluations a step lead from one rounding to the next
 
 
 def lbfgs(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS([p for _, p in named], lr=0.1)
+    return torch.optim.LBFGS([p for _, p in named], lr=0.1, max_iter=6)
 
 
 def wolfe(named: Any) -> torch.optim.Optimizer:
