@@ -32,13 +32,14 @@ def _adam(**changes: Any) -> paceline.Job:
     return make_job(Mlp, **{"optimizer": adamw, "lr_schedule": schedule, "clip": 0.2, **changes})
 
 
-@pytest.mark.parametrize("plans", [
-    ["server=1 workers=2", "server=2 workers=3 accumulate=2"],
-    ["server=2 workers=2 colocate=yes", "server=1 workers=2 shares=3:1"],
-])
-def test_without_staleness_it_is_one_device_s(plans: list[str]):
+@pytest.mark.parametrize(("plans", "steps"), [
+    (["server=2 workers=2 colocate=yes accumulate=2", "server=1 workers=2 shares=3:1"], 3),
+    *(pytest.param(plans, 4, marks=pytest.mark.slow) for plans in (
+        ["server=1 workers=2", "server=2 workers=3 accumulate=2"],
+        ["server=2 workers=2 colocate=yes", "server=1 workers=2 shares=3:1"]))])
+def test_without_staleness_it_is_one_device_s(plans: list[str], steps: int):
     """Clipping over all shards, a schedule, AdamW: in float32 and float64."""
-    for certificate in paceline.verify(_adam(), plans, steps=4, timeout_s=TIMEOUT_S):
+    for certificate in paceline.verify(_adam(), plans, steps=steps, timeout_s=TIMEOUT_S):
         assert certificate.passed, certificate.describe()
         assert certificate.verdicts[1].max_param_diff < 1e-12
 
@@ -62,9 +63,9 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("model", [Mlp, Experts])
 def test_layers_are_updated_one_by_one(model: Any):
     """Without clipping each is updated when all its gradients are there; one that some worker lacks, at the end."""
-    job = make_job(model, optimizer=adamw)
-    for certificate in paceline.verify(job, ["server=2 workers=3", "server=1 workers=2 colocate=yes"], steps=6,
-                                       timeout_s=TIMEOUT_S):
+    job = make_job(model, optimizer=adamw, precision="float64")
+    for certificate in paceline.verify(job, ["server=2 workers=3", "server=1 workers=2 colocate=yes"], steps=3,
+                                       resume="no", timeout_s=TIMEOUT_S):
         assert certificate.passed, certificate.describe()
 
 
@@ -72,7 +73,8 @@ def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
     """The count of the whole window divides once; Adafactor gets tensors uncut."""
     job = make_job(Mlp, loss=lambda output, target: (F.cross_entropy(output, target, reduction="sum"), len(target)),
                    optimizer=lambda named: torch.optim.Adafactor([p for _, p in named], lr=0.05))
-    certificate, = paceline.verify(job, ["server=2 workers=2"], steps=3, timeout_s=TIMEOUT_S)
+    certificate, = paceline.verify(replace(job, precision="float64"), ["server=2 workers=2"], steps=3,
+                                   timeout_s=TIMEOUT_S)
     assert certificate.passed, certificate.describe()
 
 
@@ -268,17 +270,17 @@ def _words(**changes: Any) -> paceline.Job:
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_rows_of_tables_are_one_device_s(optimizer: str):
     """Only rows that were looked up travel, and the tables' gradients are sparse as on one device."""
-    job = _words(optimizer=lambda named: getattr(torch.optim, optimizer)(named, lr=0.3))
-    for certificate in paceline.verify(job, ["server=1 workers=2", "server=2 workers=3 accumulate=2",
-                                             "server=2 workers=2 colocate=yes"], steps=4, timeout_s=TIMEOUT_S):
+    job = _words(optimizer=lambda named: getattr(torch.optim, optimizer)(named, lr=0.3), precision="float64")
+    for certificate in paceline.verify(job, ["server=2 workers=3 accumulate=2", "server=2 workers=2 colocate=yes"],
+                                       steps=3, timeout_s=TIMEOUT_S):
         assert certificate.passed, certificate.describe()
-        assert certificate.verdicts[1].max_param_diff < 1e-12
+        assert certificate.verdicts[0].max_param_diff < 1e-12
 
 
 def test_bytes_are_by_rows_and_not_by_tables(tmp_path: Path):
-    """A table a thousand times as large costs nothing on the wire, and is whole in the model that comes out."""
+    """A table a hundred times as large costs nothing on the wire, and is whole in the model that comes out."""
     pushed = []
-    for rows in (1_000, 1_000_000):
+    for rows in (1_000, 100_000):
         class Large(Words):
             def __init__(self) -> None:
                 super().__init__()
