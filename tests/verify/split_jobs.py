@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from verify_jobs import MixtureOfExperts, Sentences, Tagger, adamw, make_job, tagging_job, token_loss
+from verify_jobs import MixtureOfExperts, Sentences, adamw, make_job, tagging_job, token_loss
 
 import paceline
 
@@ -177,7 +176,6 @@ def split_job(name: str) -> paceline.Job:
         "routed": lambda: make_job(MixtureOfExperts, optimizer=adamw, clip=0.5, batch=9),
         "keras": keras_job,
         "tied": lambda: tagging_job(optimizer=adamw, clip=0.5),
-        "tied-block": lambda: tagging_job(partial(Tagger, blocks=1), optimizer=adamw, clip=0.5),
         "chain": lambda: make_job(Chain, data=Sentences(), loss=token_loss, optimizer=adamw, clip=0.1),
     }
     return own[name]() if name in own else transformers_job(name)

@@ -67,7 +67,7 @@ def test_placed_parts(name: str) -> None:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "plan"), [
-    ("tied-block", "tensor=2"), ("tied", "tensor=2"), ("tied", "shard=2 tensor=2"), ("keras", "tensor=2")])
+    ("chain", "tensor=2"), ("tied", "tensor=2"), ("tied", "shard=2 tensor=2"), ("keras", "tensor=2")])
 def test_split_layers(name: str, plan: str) -> None:
     """Heads, gates, embeddings and what can't be split beside them; fused weights and tied ones."""
     passes(split_job(name), plan)

@@ -67,7 +67,7 @@ JOBS: dict[str, paceline.Job] = {
     "Unshared": by(Unshared),
     "OwnAverages": make_job(OwnAverages, lr_schedule=lambda o: schedules.ExponentialLR(o, 0.8)),
 }
-FEW = ("ChainedScheduler", "NAdam", "ASGD", "Adafactor", "OwnAverages")
+FEW = ("ChainedScheduler", "Adafactor", "OwnAverages")
 ROUTES = [[("shard=2", 1), ("single", 3), ("tensor=2", 5), ("data=2", 7)],
           [("pipeline=2 microbatches=2", 3), ("shard=2", 7)],
           [("single", 3), ("pipeline=2 microbatches=2", 5), ("tensor=2", 7)]]
