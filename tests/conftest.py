@@ -47,10 +47,10 @@ _LONGEST = (
     "study/test_search_on_ray.py", "study/test_search.py", "profile/test_blocks.py", "verify/test_certificates.py",
     "verify/test_own_steps.py", "verbs/test_first_update_check.py", "runtime/optimizers/test_closures.py",
     "strategies/test_sparse_gradients.py", "devices/test_shared_gpu.py", "devices/test_keras_on_gpus.py",
-    "devices/test_verify_on_gpus.py", "verify/test_servers.py", "corpus/test_corpus.py", "profile/test_chains.py",
+    "devices/test_verify_on_gpus.py", "verify/test_servers.py", "corpus/test_corpus.py", "launch/test_local.py",
     "test_live_state.py", "test_failures.py", "test_transformers_trainer.py", "test_planning.py",
-    "planner/test_remedies.py", "runtime/test_phases.py", "runtime/test_spikes.py", "devices/test_message_order.py",
-    "multihost/test_two_hosts.py", "reports/test_report_page.py", "callbacks/test_control.py")
+    "launch/test_liveness.py", "runtime/test_phases.py", "runtime/test_spikes.py", "devices/test_message_order.py",
+    "launch/test_watch.py", "callbacks/test_control.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

@@ -182,8 +182,9 @@ def tear_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_build", build_run)
 
 
-@pytest.mark.parametrize(("plan", "victim", "steps"), [("single", 0, [0, 2]), ("data=2", 1, [0, KILLED_AT]),
-                                                       ("data=2", 0, [0, 2]), ("shard=2", 1, [0, 2])])
+@pytest.mark.parametrize(("plan", "victim", "steps"), [
+    ("data=2", 1, [0, KILLED_AT]), ("data=2", 0, [0, 2]),
+    *(pytest.param(plan, victim, [0, 2], marks=pytest.mark.slow) for plan, victim in (("single", 0), ("shard=2", 1)))])
 def test_a_rank_that_dies_in_an_update(tmp_path: Path, plan: str, victim: int, steps: list[int],
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replica has the whole state after the update; without one, the copy in memory is taken."""

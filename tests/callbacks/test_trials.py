@@ -31,7 +31,7 @@ def diaries(tmp_path: Path) -> list[list[str]]:
     return [path.read_text().splitlines() for path in sorted((tmp_path / "run" / "trials").glob("*/diary.txt"))]
 
 
-@pytest.mark.parametrize("plan", ["single", "data=2"])
+@pytest.mark.parametrize("plan", ["single", pytest.param("data=2", marks=pytest.mark.slow)])
 def test_early_stopping_ends_a_trial_which_counts_as_complete(tmp_path: Path, plan: str):
     """After the step of `pl.train`; callbacks run once a trial, and can have its weights."""
     found = search(tmp_path, plan, pruner="none")

@@ -47,6 +47,7 @@ def job(mark: str = "", pause_s: float = 0.0):
                   optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), precision="float64")
 """
 PACELINE = [sys.executable, "-m", "paceline", "train"]
+CHECKED = pytest.mark.checked_runs
 
 
 @pytest.fixture
@@ -94,9 +95,8 @@ def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
     return said
 
 
-@pytest.mark.checked_runs
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("plan", ["shard=2", pytest.param("data=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["shard=2", pytest.param("data=2", marks=(pytest.mark.slow, CHECKED))])
 def test_a_rank_that_is_killed_on_one_of_two_hosts(tmp_path: Path, job_file: Path, plan: str):
     """All ranks start again from their copies in memory; the weights are those of an undisturbed run bit by bit, and
     each host says who died."""
@@ -106,7 +106,7 @@ def test_a_rank_that_is_killed_on_one_of_two_hosts(tmp_path: Path, job_file: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.checked_runs
+@CHECKED
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", ["shard=2", "data=2", "pipeline=2 microbatches=2"])
 def test_the_state_itself_on_two_hosts(tmp_path: Path, job_file: Path, plan: str, monkeypatch: pytest.MonkeyPatch):

@@ -91,6 +91,7 @@ def test_the_published_layout_is_found():
     check_published(searched(NODES, Limits(BATCH, layers=126, tensor=8, recomputes=("none",))))
 
 
+@pytest.mark.slow  # as test_transformers_405b.py, of a few plans
 def test_the_published_layout_is_near_our_own_best():
     """Residuals of a whole float32 sequence between blocks would not fit; runs of ours pass parts of them."""
     profile, cluster = decoder_profile(SIZE, PACELINE.formats, PACELINE.kernels), Cluster.parse(f"{NODES}x8xH100")

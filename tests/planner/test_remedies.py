@@ -21,10 +21,11 @@ from paceline.planner.remedies import remedies
 from paceline.verbs.auto import _choose
 from paceline.verbs.fine_tuning import FineTuning
 
-SIZE = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+LAYERS = 4
+SIZE = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": LAYERS,
         "vocab_size": 8000, "num_attention_heads": 8, "num_key_value_heads": 8,
         "max_position_embeddings": 1024}
-PARAMETERS = 2 * 8000 * 512 + 4 * (4 * 512**2 + 3 * 512 * 1024)
+PARAMETERS = 2 * 8000 * 512 + LAYERS * (4 * 512**2 + 3 * 512 * 1024)
 
 
 @pytest.fixture
@@ -93,10 +94,11 @@ def test_what_is_no_model_to_fine_tune(fields: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.timeout(240)
-def test_the_command_takes_a_configuration(folder: Path) -> None:
+@pytest.mark.parametrize("gpus", ["1x24GB", pytest.param("2x24GB", marks=pytest.mark.slow)])
+def test_the_command_takes_a_configuration(folder: Path, gpus: str) -> None:
     """It prints a plan as for a job file; options of one kind are refused with the other."""
     run = CliRunner().invoke(app, ["plan", "--hf", str(folder), "--lora", "8", "--sequence", "64", "--batch", "4",
-                                   "--gpus", "2x24GB", "--json"])
+                                   "--gpus", gpus, "--json"])
     assert run.exit_code == 0, run.output
     answer = json.loads(run.stdout)
     assert answer["chosen"] and "remedies" not in answer

@@ -17,9 +17,9 @@ from paceline.planner.problem import PlanningProblem
 from paceline.profile import profile_job, trace
 from paceline.profile.chains import Chain
 from paceline.strategies.stages.price import SplitJob
-from tests.profile.test_blocks import LENGTH, Block, Llama, make_job, same
+from tests.profile.test_blocks import LENGTH, Llama, Small, make_job, same
 
-LAYERS = 16
+LAYERS = 12
 
 
 class Long(Llama):
@@ -116,6 +116,7 @@ def planned(job: Job, *, leave_out: bool) -> PlanningProblem:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("model", "chains"), [
+    (partial(Long, LAYERS, block=Small), (Chain("layers", LAYERS, 4, 1),)),
     (partial(Long, LAYERS), (Chain("layers", LAYERS, 4, 1),)),
     (partial(Long, LAYERS, rank=4), (Chain("layers", LAYERS, 4, 1),)),
     (partial(TakingTurns, 23), (Chain("layers", 23, 11, 3),)),
@@ -134,7 +135,7 @@ def test_the_price_is_that_of_the_whole_list(model: Callable[[], nn.Module], cha
     same(short.pieces.layers(), whole.pieces.layers())
     assert short.pieces.count(each=False) == whole.pieces.count(each=False)
     assert short.pieces.count() == whole.pieces.count()
-    rankings = [[(one.plan, one.estimate) for one in problem.search(Cluster.parse("8xH100")).ranked]
+    rankings = [[(one.plan, one.estimate) for one in problem.search(Cluster.parse("4xH100")).ranked]
                 for problem in (short, whole)]
     assert rankings[0] == rankings[1]
 
@@ -145,7 +146,7 @@ NO_CHAINS = [Between, Collecting, Skipping, Counting, OneMask, partial(Llama, sc
 @pytest.mark.parametrize("model", NO_CHAINS)
 def test_what_is_no_chain_is_looked_at_whole(model: Any):
     """Operators between blocks, outputs that are used again, numbers of blocks, and places in the list."""
-    job = make_job(lambda: model(LAYERS))
+    job = make_job(lambda: model(LAYERS, block=Small))
     short, whole = (planned(job, leave_out=leave_out) for leave_out in (True, False))
     assert short.pieces.built is not None and short.pieces.built.chains == ()
     same(short.profile, whole.profile)
@@ -154,12 +155,12 @@ def test_what_is_no_chain_is_looked_at_whole(model: Any):
 def test_blocks_that_are_left_out_are_called_once(monkeypatch: pytest.MonkeyPatch):
     """So that planning takes hardly longer for more of them. A capture doesn't have them at all."""
     calls: list[nn.Module] = []
-    plain = Block.__call__
+    plain = Small.__call__
 
     def counts(layers: int) -> tuple[int, int]:
-        job = make_job(lambda: Long(layers), precision="bf16")
+        job = make_job(lambda: Long(layers, block=Small), precision="bf16")
         with monkeypatch.context() as patch:
-            patch.setattr(Block, "__call__", lambda self, *args, **more: calls.append(self) or plain(
+            patch.setattr(Small, "__call__", lambda self, *args, **more: calls.append(self) or plain(
                 self, *args, **more))
             calls.clear()
             problem = planned(job, leave_out=True)
@@ -174,7 +175,7 @@ def test_blocks_that_are_left_out_are_called_once(monkeypatch: pytest.MonkeyPatc
 def test_the_model_has_all_its_blocks_afterwards():
     """Without the hooks that looked at them."""
     built: list[nn.Module] = []
-    job = make_job(lambda: built.append(Long(LAYERS)) or built[-1])
+    job = make_job(lambda: built.append(Long(LAYERS, block=Small)) or built[-1])
     problem = PlanningProblem.of(job)
     problem.pieces.layers()
     assert problem.pieces.built is not None and problem.pieces.built.chains

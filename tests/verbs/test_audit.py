@@ -180,7 +180,7 @@ def test_a_folder_without_a_journal_is_refused(tmp_path):
         audit(tmp_path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cuts=st.lists(st.integers(0, SAMPLES), max_size=6), epoch=st.integers(0, 3))
 def test_digests_of_parts_add_up(cuts, epoch):
     order, places = Order.of(job()), sorted({0, SAMPLES, *cuts})
@@ -189,7 +189,7 @@ def test_digests_of_parts_add_up(cuts, epoch):
     assert sum(parts) == whole == int(float(whole))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.binary(max_size=400) | st.lists(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
@@ -207,7 +207,7 @@ def test_no_bytes_crash_an_audit(tmp_path_factory, data):
 _ANY = st.integers(-2, 60) | st.sampled_from([2**24, 2**31, 2**62, 2**63, 2**64, 10**30])
 
 
-@settings(max_examples=150, deadline=2000)
+@settings(max_examples=50, deadline=2000)
 @given(lines=st.lists(st.fixed_dictionaries(
     dict.fromkeys(("launch", "step", "epoch", "start", "count", "digest"), _ANY))
                       | st.fixed_dictionaries({"launch": _ANY, "after": _ANY, "plan": st.just("single"), "seed": _ANY,

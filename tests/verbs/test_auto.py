@@ -72,7 +72,7 @@ def test_what_cannot_be_priced_is_trained_by_replicas():
 
 def test_nothing_that_fits_is_an_error_with_the_gap():
     with pytest.raises(PlanError, match=r"nothing fits on these devices: '.*' is nearest and is [\d,]+ bytes over"):
-        auto.choose(a_job(), None, **{**NOTHING, "devices": "cpu:0-1", "memory": "1MiB"})
+        auto.choose(a_job(batch=2), None, **{**NOTHING, "devices": "cpu:0-1", "memory": "1MiB"})
 
 
 def test_a_long_run_is_worth_trying_its_plans(monkeypatch: pytest.MonkeyPatch):

@@ -76,7 +76,7 @@ class LoweredStep:
         """A course of moments with what the rooms do at each. Moments between the first and the last of segments that
         are alike become a repetition."""
         events: list[Event] = []
-        items = list(course)
+        items = [item for item in course if not isinstance(item, tuple) or self.hooks.get(item[0])]
         at = 0
         while at < len(items):
             item = items[at]
