@@ -39,8 +39,7 @@ PLANS = ("data=2", "data=2 accumulate=2 recompute=full", "data=2 compress=int8",
          "data=2 shard=2", "tensor=2", "data=2 local=2 outer=diloco", "place=auto parts=2", "pipeline=2 data=2",
          "pipeline=2 schedule=gpipe", "pipeline=3", "pipeline=2 schedule=interleaved",
          "pipeline=2 schedule=zero-bubble", "pipeline=2 microbatches=1", "pipeline=2 shard=2")
-MORE = ("data=3", "data=2 recompute=full accumulate=3", "data=2 compress=bf16", "data=2 compress=topk",
-        "data=2 compress=powersgd", "data=2 shard=2 compress=int8", "data=2 local=2 outer=average",
+MORE = ("data=3", "data=2 recompute=full accumulate=3", "data=2 compress=bf16", "data=2 local=2 outer=average",
         "data=2 local=2 outer=diloco fragments=2", "shard=3", "shard=2 zero=2", "shard=2 recompute=full",
         "data=2 shard=2 zero=2", "data=2 tensor=2", "shard=2 tensor=2", "place=auto parts=4",
         "place=auto parts=2 data=2", "place=auto parts=2 recompute=full", "pipeline=4",
@@ -58,10 +57,10 @@ EVERY = [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE)]
 class Net(nn.Module):
     """Blocks, a skip over all of them, and a running statistic."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)])
         self.last = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,6 +74,10 @@ def job() -> paceline.Job:
     x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
     return paceline.Job(model=Net, data=TensorDataset(x, x[:, :4].clone()), loss=nn.functional.mse_loss, batch=32,
                         steps=3, clip=1.0, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
+
+
+def deep_job() -> paceline.Job:
+    return replace(job(), model=lambda: Net(6))
 
 
 class Scaled(nn.Module):
@@ -117,7 +120,7 @@ def two_models_job(*, in_losses: bool = True) -> paceline.Job:
     """A step of its own: a run, two backwards, two updates, an average. in_losses: a loss runs the other model, and
     takes second derivatives of its own."""
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
 
     def penalty(output: Tensor, batch: Any, given: Tensor) -> tuple[Tensor, int]:
         given = given.detach().requires_grad_()
@@ -168,11 +171,15 @@ def recorded(plan: str, job: Callable[[], paceline.Job] = job) -> list[list[Entr
     return [[Entry.of_list(entry) for entry in entries] for entries in found]
 
 
+def of_net(plan: str) -> list[list[Entry]]:
+    return recorded(plan, deep_job if plan in MORE else job)
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", EVERY)
 def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
     """Collectives, shapes and dtypes, in one order that all groups agree on; from one thread."""
-    ranks = recorded(plan)
+    ranks = of_net(plan)
     assert any(ranks) and not unlike_sequences(ranks)
     assert not is_cyclic(ranks)
     for entries in ranks:
@@ -200,17 +207,17 @@ def test_compressed_sums_are_launched_by_the_rank_itself(plan: str, kind: str):
 @pytest.mark.parametrize("plan", EVERY)
 def test_messages_arrive(plan: str):
     """No rank waits for what another one will send after it has received."""
-    assert not stuck(recorded(plan))
+    assert not stuck(of_net(plan))
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("plan", EVERY)
 def test_dtypes_are_those_of_nccl(plan: str):
-    assert {entry.dtype for entry in chain(*recorded(plan)) if entry.dtype} <= NCCL_DTYPES
+    assert {entry.dtype for entry in chain(*of_net(plan)) if entry.dtype} <= NCCL_DTYPES
 
 
-@pytest.mark.parametrize("plan", ["data=3", "data=2 shard=2", pytest.param("pipeline=2 data=2",
-                                                                          marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["data=3", "shard=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
+    "data=2 shard=2", "pipeline=2 data=2"))])
 def test_sparse_gradients_travel_by_the_same_rules(plan: str):
     """Ranks with other numbers of rows, and none, send messages of one length."""
     ranks = recorded(plan, table_job)

@@ -233,8 +233,8 @@ def test_copies_for_a_checkpoint_hold_up_what_writes_to_them(shop: Workshop):
 
 
 @pytest.mark.parametrize(("job", "plan"), [
-    ("blocks", "shard=2"), *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in (
-        ("statistics", "data=2"), ("blocks", "data=2 compress=topk"), ("blocks", "pipeline=2"),
+    ("few blocks", "shard=2"), *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in (
+        ("blocks", "shard=2"), ("statistics", "data=2"), ("blocks", "data=2 compress=topk"), ("blocks", "pipeline=2"),
         ("blocks", "data=2 local=2 outer=diloco")))])
 def test_a_checkpoint_holds_the_weights_of_its_step(shop: Workshop, tmp_path: Path, job: str, plan: str):
     """Though the run goes on while they are copied; and no step of it waits for that."""
@@ -325,7 +325,7 @@ def test_a_model_whose_code_runs_on_gpus_alone(shop: Workshop):
 def test_a_gpu_that_is_too_small_is_named(workshops: Workshops, tmp_path: Path):
     """Before the run, as far as its memory is known; else where it ends, with exit code 3."""
     with workshops.open(tmp_path, devices=1, memory_bytes=8 << 20) as small:
-        refused, ended = (small.ask(job, "single", "cuda:0", priced=True) for job in ("large", "hungry"))
+        refused, ended = (small.ask(job, "single", "cuda:0", priced=True) for job in ("wide", "hungry"))
         assert refused["kind"] == "PlanError" and refused["exit_code"] == 2 and "doesn't fit" in refused["error"]
         assert ended["exit_code"] == 3 and "cuda out of memory" in ended["error"].lower(), ended
         assert "ledger" in small.printed() or "MiB" in small.printed()
@@ -334,7 +334,7 @@ def test_a_gpu_that_is_too_small_is_named(workshops: Workshops, tmp_path: Path):
 def test_a_gpu_that_others_hold_is_too_small(workshops: Workshops, tmp_path: Path):
     """A run has what is free, and says so where that is too little."""
     with workshops.open(tmp_path, devices=1, memory_bytes=2 << 30, taken_bytes=(2 << 30) - (8 << 20)) as small:
-        refused = small.ask("large", "single", "cuda:0", priced=True)
+        refused = small.ask("wide", "single", "cuda:0", priced=True)
         assert refused["kind"] == "PlanError" and "doesn't fit" in refused["error"]
         assert "cuda:0 has 0.0 GiB free of 2.0: the rest is held by processes the" in refused["error"]
         assert refused["first_use"] is None

@@ -26,13 +26,15 @@ def sharing(plan: str) -> str:
     return f"{read.world_size - read.num_cpu_ranks}xcuda:0"
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("plan", [plan for plan in (*EXACT, *MORE_EXACT) if plan != "single"])
-def test_ranks_that_share_a_gpu_are_one_cpu(shop: Workshop, placement: str, plan: str):
+@pytest.mark.parametrize(("job", "plan"), [
+    ("few blocks", "data=2 accumulate=auto"), ("few blocks", "shard=2"), ("few blocks", "tensor=2"),
+    ("few blocks", "pipeline=2 microbatches=3"), *(
+        pytest.param("blocks", plan, marks=pytest.mark.slow) for plan in (*EXACT, *MORE_EXACT) if plan != "single")])
+def test_ranks_that_share_a_gpu_are_one_cpu(shop: Workshop, placement: str, job: str, plan: str):
     """Under every kind of plan that is exact."""
     plan = plan.replace("FILE", placement)
-    found = shop.train("blocks", plan, sharing(plan))
-    assert_alike(found, shop.train("blocks", "single", "cpu:0"))
+    found = shop.train(job, plan, sharing(plan))
+    assert_alike(found, shop.train(job, "single", "cpu:0"))
     assert all(rank["devices"] in (["cuda:0"], []) for rank in found.measured)
     assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
 
@@ -45,12 +47,12 @@ def test_relaxed_plans_of_ranks_that_share_a_gpu(shop: Workshop, plan: str):
 
 def test_a_run_says_once_that_its_speed_says_nothing(shop: Workshop):
     before = len(shop.printed())
-    found = shop.train("clip and validation", "data=2", "2xcuda:0", priced=True)
+    found = shop.train("few blocks", "data=2", "2xcuda:0", priced=True)
     printed = shop.printed()[before:]
     assert printed.count("ranks share a GPU") == 1 and "plan data=2 on 2xcuda:0" in printed
     assert json.loads((found.run / "plan.json").read_text())["devices"] == found.summary["devices"] == "2xcuda:0"
     assert found.summary["predicted"]["step_s"] is None and found.summary["predicted"]["peak_memory_bytes"] > 0
-    assert_alike(found, shop.train("clip and validation", "single", "cpu:0"))
+    assert_alike(found, shop.train("few blocks", "single", "cpu:0"))
 
 
 def test_the_fastest_plan_of_a_shared_gpu_is_not_asked_for(shop: Workshop):
@@ -61,8 +63,8 @@ def test_the_fastest_plan_of_a_shared_gpu_is_not_asked_for(shop: Workshop):
 def test_ranks_divide_the_memory_of_the_gpu(workshops: Workshops, tmp_path: Path):
     """What fits for one rank of it may not fit for two."""
     with workshops.open(tmp_path, devices=1, memory_bytes=16 << 20) as small:
-        assert "error" not in small.ask("large", "single", "cuda:0", priced=True)
-        answer = small.ask("large", "data=2", "2xcuda:0", priced=True)
+        assert "error" not in small.ask("wide", "single", "cuda:0", priced=True)
+        answer = small.ask("wide", "data=2", "2xcuda:0", priced=True)
     assert answer["kind"] == "PlanError" and "doesn't fit" in answer["error"]
 
 

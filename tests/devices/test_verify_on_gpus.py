@@ -18,13 +18,14 @@ def verdicts(answer: dict[str, Any]) -> dict[str, str]:
     return {each["plan"]: each["verdict"] for each in answer["certificates"]}
 
 
-@pytest.mark.parametrize("plans", [
-    ("data=2", "shard=2"),
-    pytest.param(("tensor=2", "pipeline=2 microbatches=4", "server=1 workers=2", "place=auto parts=2",
+@pytest.mark.parametrize(("job", "plans"), [
+    ("few in float32", ("data=2", "shard=2")),
+    pytest.param("float32", ("data=2", "shard=2"), marks=pytest.mark.slow),
+    pytest.param("float32", ("tensor=2", "pipeline=2 microbatches=4", "server=1 workers=2", "place=auto parts=2",
                   "data=2 deterministic=yes"), marks=pytest.mark.slow)])
-def test_sound_plans_pass(shop: Workshop, plans: tuple[str, ...]):
+def test_sound_plans_pass(shop: Workshop, job: str, plans: tuple[str, ...]):
     """In float32 and float64, and from each other's checkpoints."""
-    answer = shop.verify("float32", *plans, devices="cuda:0-3")
+    answer = shop.verify(job, *plans, devices="cuda:0-3")
     assert verdicts(answer) == dict.fromkeys(plans, "passed"), answer["described"]
     assert [each["resumed_from"] for each in answer["certificates"]] == ["single", *plans[:-1]]
     device = answer["document"]["device"]

@@ -66,10 +66,11 @@ def assert_same(build: Callable[[], Any], plan: str, **fitted: Any) -> None:
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=ROUNDING, atol=ROUNDING, err_msg=one.path)
 
 
-def test_a_training_step_of_ones_own_on_1_2_and_3_ranks(tmp_path):
+@pytest.mark.parametrize("plans", [("data=3",), pytest.param(("data=2", "data=3"), marks=pytest.mark.slow)])
+def test_a_training_step_of_ones_own_on_several_ranks(plans: tuple[str, ...], tmp_path):
     """Equal weights, History and checkpoints; callbacks run once, here, with weights as they are."""
     runs = {}
-    for plan in ("single", "data=2", "data=3"):
+    for plan in ("single", *plans):
         model, noted, path = classifier(models.Guided), models.Noted(), tmp_path / f"{plan}.keras"
         history = pl.keras.fit(
             model, X, Y, batch_size=16, epochs=6, verbose=0, validation_split=0.3, plan=plan, callbacks=[
@@ -79,7 +80,7 @@ def test_a_training_step_of_ones_own_on_1_2_and_3_ranks(tmp_path):
         runs[plan] = (history, [*model.get_weights(), loaded.predict(X, verbose=0)], noted)
     history, arrays, noted = runs["single"]
     assert len(history.epoch) < 6, "it stopped early"
-    for plan in ("data=2", "data=3"):
+    for plan in plans:
         its_history, its_arrays, its_noted = runs[plan]
         assert its_noted.events == noted.events
         np.testing.assert_allclose(its_noted.sums, noted.sums, rtol=ROUNDING)
@@ -120,8 +121,11 @@ def tokens() -> tuple[np.ndarray, np.ndarray]:
     return x, drawn.integers(0, 3, size=(23, 7))
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight", "sum_over_batch_size"])
-def test_losses_that_are_no_means_over_samples(reduction: str):
+@pytest.mark.parametrize(("of_tokens", "of_size"), [
+    ("sum", "mean_with_sample_weight"), ("sum_over_batch_size", "sum"), *(
+        pytest.param(one, one, marks=pytest.mark.slow) for one in ("sum", "mean_with_sample_weight",
+                                                                   "sum_over_batch_size"))])
+def test_losses_that_are_no_means_over_samples(of_tokens: str, of_size: str):
     """Sums, means over weights, and means over what a mask leaves; two outputs with weighted losses."""
     def build() -> Any:
         keras.utils.set_random_seed(5)
@@ -132,8 +136,8 @@ def test_losses_that_are_no_means_over_samples(reduction: str):
                                      "size": keras.layers.Dense(1, name="size")(
                                          keras.layers.GlobalAveragePooling1D()(hidden))})
         model.compile(optimizer=keras.optimizers.RMSprop(0.01), loss={
-            "tokens": keras.losses.SparseCategoricalCrossentropy(reduction=reduction),
-            "size": keras.losses.MeanSquaredError(reduction=reduction)}, loss_weights={"tokens": 1.0, "size": 0.3},
+            "tokens": keras.losses.SparseCategoricalCrossentropy(reduction=of_tokens),
+            "size": keras.losses.MeanSquaredError(reduction=of_size)}, loss_weights={"tokens": 1.0, "size": 0.3},
             weighted_metrics={"tokens": ["accuracy"], "size": [keras.metrics.RootMeanSquaredError()]})
         return model
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 import paceline
 from paceline.errors import PlanError
 from paceline.launch.failure import RankFailed
-from paceline.runtime.scaling import GROWTH_INTERVAL, LossScale
+from paceline.runtime import scaling
+from paceline.runtime.scaling import LossScale
 
 OVERFLOWS = data(largest=8.0)  # at scales of 2**16 and some below
 
@@ -116,12 +117,14 @@ def test_an_optimizer_with_a_closure_is_refused() -> None:
                        "single")
 
 
-def test_scales_are_those_of_grad_scaler() -> None:
-    """Growth after 2000 updates in a row, half after an overflow, in any order."""
-    ours, theirs = LossScale(), torch.amp.GradScaler("cpu")
+def test_scales_are_those_of_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growth after 2000 updates in a row, here after 40, half after an overflow, in any order."""
+    assert torch.amp.GradScaler("cpu").get_growth_interval() == scaling.GROWTH_INTERVAL
+    monkeypatch.setattr(scaling, "GROWTH_INTERVAL", 40)
+    ours, theirs = LossScale(), torch.amp.GradScaler("cpu", growth_interval=40)
     optimizer = torch.optim.SGD([p := torch.nn.Parameter(torch.ones(1))], lr=0.0)
-    overflows = {1, 5, 6, 2500, GROWTH_INTERVAL + 2501}
-    for step in range(3 * GROWTH_INTERVAL):
+    overflows = {1, 5, 6, 50, 91}
+    for step in range(150):
         assert ours.scale == theirs.get_scale(), step
         p.grad = theirs.scale(torch.full((1,), math.inf if step in overflows else 1.0))
         gradient = p.grad.clone()
