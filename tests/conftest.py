@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from preloaded import OF_FORKS, use_huge_pages
 
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
+from paceline.launch import aside
+from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.imports import load_modules
 from paceline.launch.local import run_local
 from paceline.runtime.checkpoint import write_json
@@ -36,7 +39,7 @@ settings.load_profile("suite")
 
 collect_ignore = ["keras/keras_models.py", "trainer_callbacks.py"]  # a search for doctests would import them
 _HERE = Path(__file__).parent
-_CHECK, _PREDICT = checks.first_update, prediction._predict
+_CHECK, _PREDICT, _RUN_BESIDE = checks.first_update, prediction._predict, aside.run_beside
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
               "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
 
@@ -92,18 +95,31 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def plain_runs() -> Iterator[None]:
     """Runs inside of tests, and of fixtures that tests share, are not held against one device first, nor are they
-    predicted: beside short runs that takes as long as they do."""
+    predicted: beside short runs that takes as long as they do, and a fork for each."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aside, "run_beside", _run_afterwards)
         patch.setattr(checks, "first_update", lambda *args, **options: None)
         patch.setattr(prediction, "_predict", lambda priced, run_dir: write_json(
             run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))
         yield
 
 
+@contextmanager
+def _run_afterwards(work: Callable[[HeartbeatTable], None] | None, board: HeartbeatTable) -> Iterator[None]:
+    """In place of `run_beside`: in this process, after the ranks."""
+    try:
+        yield
+    finally:
+        board.over = True
+    if work is not None:
+        work(board)
+
+
 @pytest.fixture(autouse=True)
 def marked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """But in tests that are marked for it."""
     for mark, place, name, work in (("checked_runs", checks, "first_update", _CHECK),
+                                    ("predicted_runs", aside, "run_beside", _RUN_BESIDE),
                                     ("predicted_runs", prediction, "_predict", _PREDICT)):
         if request.node.get_closest_marker(mark):
             monkeypatch.setattr(place, name, work)

@@ -14,6 +14,7 @@ from verify_jobs import Mlp, make_job
 import paceline
 from paceline.errors import UsageError
 from paceline.proof.certificate import WIDTH, table
+from paceline.proof.problems import Problem
 from paceline.proof.subject import subject
 
 
@@ -61,12 +62,14 @@ def test_the_table_keeps_its_width() -> None:
 
     text = table({
         "written": "now", "job": {"path": "/a/b.py", "function": "job", "settings": {"width": 3}},
-        **subject(make_job(with_dropout)), "coupling": None, "note": "words " * 50,
+        **subject(make_job(with_dropout)), "note": "words " * 50,
+        "coupling": Problem("samples", ("norm",), "its statistics are of the batch", "SyncBatchNorm").to_dict(),
         "run": {"steps": 1, "batch": 2, "seed": 0, "precision": "bf16", "clip": None, "optimizer": "AdamW"},
         "yardstick": {"bf16": {"weight": measured}}, "plans": [plan, {**plan, "refused": "too few pieces"}]})
 
     assert max(map(len, text.splitlines())) <= WIDTH
-    for words in ("1 failed, 1 are none", "width=3", "query_projection.weight", "no plan", "too few", "more ..._proj"):
+    for words in ("1 failed, 1 are none", "width=3", "query_projection.weight", "no plan", "too few", "more ..._proj",
+                  "of the batch. Instead: SyncBatchNorm"):
         assert words in text
 
 

@@ -10,7 +10,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -64,13 +64,13 @@ class Problem:
         return f"{self.reason}. {self.instead[:1].upper()}{self.instead[1:]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {**asdict(self), "names": list(self.names)}
+        """As it stands in a certificate."""
+        return {"kind": self.kind, "names": list(self.names), "found": self.reason, "instead": self.instead}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Problem:
         """The inverse of `to_dict`."""
-        return cls(**{**document, "names": tuple(document["names"])})
+        return cls(document["kind"], tuple(document["names"]), document["found"], document["instead"])
 
 
 def job_problem(job: Job, *, steps: int) -> Problem | None:
