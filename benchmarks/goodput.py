@@ -56,7 +56,8 @@ PLAYS = 1000
 class Run:
     """A run, killed or not. trained_s: from where its first launch begins to train to its last step. useful_s: of that,
     the time of steps that lasted. num_kills: until then. restarts_s: from a kill to the next applied step, where no
-    other kill came before it. kept: the steps after which ranks could go on from memory, or from a checkpoint.
+    other kill came before it. endings_s: from a kill to the end of the launch, in which other kills change nothing.
+    kept: the steps after which ranks could go on from memory, or from a checkpoint.
     measured: goodput, as is predicted, and as is predicted for the rate that came."""
 
     way: str
@@ -65,6 +66,7 @@ class Run:
     useful_s: float
     num_kills: int
     restarts_s: tuple[float, ...]
+    endings_s: tuple[float, ...]
     steps_recomputed: int
     kept: tuple[int, ...]
     measured: float = 1.0
@@ -74,13 +76,15 @@ class Run:
 
 @dataclass
 class Killer:
-    """Kills ranks of a run, by whichever process it is trained just then. kills_s: when it did. strata: of the
-    distribution, that were not drawn from yet."""
+    """Kills ranks of a run, by whichever process it is trained just then. kills_s: when it did. of_ranks: those that
+    hit one. ends_s: when launches ended. strata: of the distribution, that were not drawn from yet."""
 
     mtbf_s: float
     draws: random.Random
     kills_launcher: bool
     kills_s: list[float] = field(default_factory=list)
+    of_ranks: set[float] = field(default_factory=set)
+    ends_s: list[float] = field(default_factory=list)
     next_s: float = math.inf
     strata: list[int] = field(default_factory=list)
 
@@ -101,6 +105,7 @@ class Killer:
         with suppress(psutil.NoSuchProcess):
             psutil.Process(self.draws.choice(ranks) if ranks else process.pid).kill()
         self.kills_s.append(time.time())
+        self.of_ranks |= {self.kills_s[-1]} if ranks else set()
         self.draw()
 
 
@@ -113,7 +118,7 @@ def trained(way: str, plan: str, steps: int, *, mtbf_s: float = math.inf, seed: 
         until_s = time.monotonic() + LIMIT_S
         while _launched(command, run, killer, until_s):
             pass
-        return _figures(way, mtbf_s, run, killer.kills_s)
+        return _figures(way, mtbf_s, run, killer)
 
 
 def _launched(command: Sequence[str], run: Path, killer: Killer, until_s: float) -> int:
@@ -130,6 +135,7 @@ def _launched(command: Sequence[str], run: Path, killer: Killer, until_s: float)
                 if time.monotonic() > until_s:
                     raise ContenderFailed(f"a run took longer than {LIMIT_S:g} s")
                 time.sleep(0.005)
+            killer.ends_s.append(time.time())
             return process.returncode
         finally:
             if process.poll() is None:
@@ -148,23 +154,29 @@ def _num_steps(run: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _figures(way: str, mtbf_s: float, run: Path, kills: Sequence[float]) -> Run:
+def _figures(way: str, mtbf_s: float, run: Path, killer: Killer) -> Run:
     lines = [json.loads(line) for line in (run / folder.METRICS).read_text().splitlines()]
     journal = [record for _, record in read(run / folder.JOURNAL) if record is not None]
     launches = [record for record in journal if isinstance(record, Launch)]
     ends_s = sorted(line["time"] for line in lines if "step_s" in line)
     num_updates = len(journal) - len(launches)
-    kills = [kill_s for kill_s in kills if kill_s < ends_s[-1]]
+    kills = [kill_s for kill_s in killer.kills_s if kill_s < ends_s[-1]]
     restarts_s = [next(end_s for end_s in ends_s if end_s > kill_s) - kill_s for kill_s in kills]
     lone_s = [restart_s for kill_s, restart_s, later_s in zip(kills, restarts_s, [*kills, math.inf][1:], strict=True)
-              if kill_s + restart_s < later_s]
+              if kill_s + restart_s < later_s and kill_s in killer.of_ranks]
     kept = tuple(range(SAVE_EVERY, len(ends_s) + 1, SAVE_EVERY))
     if way == "copies":
         kept = tuple(sorted(set(map(int, (run / IN_MEMORY).read_text().split()))))
     began_s = launches[0].time
     useful_s = _useful_s([began_s, *ends_s], [launch.time for launch in launches[1:]])
-    return Run(way, mtbf_s, ends_s[-1] - began_s, useful_s, len(kills), tuple(lone_s), num_updates - len(ends_s), kept,
-               useful_s / (ends_s[-1] - began_s))
+    return Run(way, mtbf_s, ends_s[-1] - began_s, useful_s, len(kills), tuple(lone_s), _endings_s(killer),
+               num_updates - len(ends_s), kept, useful_s / (ends_s[-1] - began_s))
+
+
+def _endings_s(killer: Killer) -> tuple[float, ...]:
+    """From the first kill of a rank of each launch that was ended by it to the launch's end."""
+    return tuple(end_s - min(kills) for before_s, end_s in pairwise((0.0, *killer.ends_s[:-1]))
+                 if (kills := [kill_s for kill_s in killer.of_ranks if before_s < kill_s < end_s]))
 
 
 def _useful_s(ends_s: Sequence[float], launches_s: Sequence[float]) -> float:
@@ -176,14 +188,16 @@ def _useful_s(ends_s: Sequence[float], launches_s: Sequence[float]) -> float:
 def predicted(run: Run, undisturbed: Run, steps: int, others: Sequence[Run], *, mtbf_s: float) -> float:
     """Launches that fail as often, played: from what an undisturbed one keeps, and the way's runs with other rates."""
     step_s, draws = run.useful_s / steps, random.Random(0)
-    restart_s = statistics.fmean(second for other in others for second in other.restarts_s)
-    passed_s = sum(_played_s(steps, step_s, restart_s, undisturbed.kept, mtbf_s, draws) for _ in range(PLAYS))
+    ending_s = statistics.fmean([second for other in others for second in other.endings_s] or [0.0])
+    start_s = statistics.fmean(second for other in others for second in other.restarts_s) - ending_s
+    passed_s = sum(_played_s(steps, step_s, (ending_s, start_s), undisturbed.kept, mtbf_s, draws) for _ in range(PLAYS))
     return PLAYS * steps * step_s / passed_s
 
 
-def _played_s(steps: int, step_s: float, restart_s: float, kept: Sequence[int], mtbf_s: float,
+def _played_s(steps: int, step_s: float, restart_s: tuple[float, float], kept: Sequence[int], mtbf_s: float,
               draws: random.Random) -> float:
-    """Seconds of one run."""
+    """Seconds of one run. restart_s: until what failed has ended, and from then to the next step."""
+    ending_s, start_s = restart_s
     done, passed_s = 0, 0.0
     while True:
         fails_s = draws.expovariate(1 / mtbf_s)
@@ -191,10 +205,10 @@ def _played_s(steps: int, step_s: float, restart_s: float, kept: Sequence[int], 
             return passed_s + (steps - done) * step_s
         taken = int(fails_s / step_s)
         done += kept[place - 1] if (place := bisect_right(kept, taken)) else 0
-        passed_s += fails_s
-        while (again_s := draws.expovariate(1 / mtbf_s)) < restart_s:
+        passed_s += fails_s + ending_s
+        while (again_s := draws.expovariate(1 / mtbf_s)) < start_s:
             passed_s += again_s
-        passed_s += restart_s
+        passed_s += start_s
 
 
 def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *, as_json: bool) -> None:

@@ -237,6 +237,7 @@ def test_a_rank_that_ignores_everything_is_killed(run_ranks: Callable[..., Any],
     fork.kill()
 
 
+@pytest.mark.predicted_runs
 def test_work_beside_a_run_is_in_a_process_of_its_own(run_ranks: Callable[..., Any], tmp_path: Path):
     """A thread of the parent might hold a lock of a library in the moment of a fork: the fork would wait for ever."""
     def beside(board: Any) -> None:
