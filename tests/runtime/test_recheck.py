@@ -26,6 +26,7 @@ from paceline.runtime.checkpoint import newest_checkpoint, open_checkpoint
 from paceline.runtime.checkpoint.suspect import mark_suspect, suspect_steps
 from paceline.runtime.loop import Settings, train_rank
 from paceline.runtime.recheck import Recheck, refuse_unchecked
+from paceline.runtime.state_at_rest import _memory
 from paceline.strategies.compose import load
 
 pytestmark = pytest.mark.timeout(120)
@@ -272,6 +273,15 @@ def test_optimizer_state_that_flips_is_found(run_ranks: Any, tmp_path: Path):
 
     ((said, _),) = trained(run_ranks, "single", tmp_path, 1, job=make_job(plain, clip=None), alter=alter)
     assert "on rank 0, the optimizer's exp_avg of '4.weight' changed after the update of step" in said
+
+
+def test_tensors_that_consist_of_others_are_read_in_parts():
+    """Quantized state has codes and scales, each of which a bit may flip in."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    parts = dict(_memory("state", OptimState8bit.zeros((256, 256))))
+    assert {"codes of state", "scale of state"} <= set(parts)
+    assert all(type(part) is torch.Tensor for part in parts.values())
 
 
 @pytest.mark.parametrize(("plan", "more", "says"), [

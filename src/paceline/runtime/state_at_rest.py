@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.errors import DriftError
 from paceline.runtime.drift import fingerprint
@@ -97,14 +98,23 @@ class StateAtRest:
 
 def _tensors(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's own parts, by what they are in a message. Weights are left out that forwards write to."""
-    names = {id(p): name for name, p in stepper.local_parameters.items()}
     for name, p in stepper.local_parameters.items():
         if name not in stepper.edits.names:
-            yield f"'{name}'", local_part(p.detach())
-    for p, values in stepper.optimizer.state.items():
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.numel():
-                yield f"the optimizer's {key} of '{names.get(id(p), 'a parameter')}'", local_part(value)
+            yield from _memory(f"'{name}'", p.detach())
+    for name in stepper.optimizer_state.local_parameters():
+        for key, value in stepper.optimizer_state.by_parameter(name):
+            if isinstance(value, torch.Tensor):
+                yield from _memory(f"the optimizer's {key} of '{name}'", value)
+
+
+def _memory(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors of this rank that a tensor consists of: a quantized one has several."""
+    tensor = local_part(tensor)
+    if is_traceable_wrapper_subclass(tensor):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _memory(f"{part} of {name}", getattr(tensor, part))
+    elif tensor.layout == torch.strided and tensor.numel():
+        yield name, tensor
 
 
 def _prints(noted: list[_Noted]) -> torch.Tensor:

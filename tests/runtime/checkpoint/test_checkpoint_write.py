@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
+from saved import names, newest_step
 
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint import (
@@ -61,16 +62,6 @@ def write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         return tensors[name][tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))]
 
     write_model(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, read)
-
-
-def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-
-
-def newest_step(run_dir: Path) -> int:
-    found = newest_checkpoint(run_dir, accept=lambda _: None, warn=pytest.fail)
-    assert found is not None
-    return found.step
 
 
 @pytest.fixture(autouse=True)

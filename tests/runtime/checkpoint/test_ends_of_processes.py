@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved import names, newest_step
 
-from paceline.runtime.checkpoint import Writer, newest_checkpoint, pieces_of
+from paceline.runtime.checkpoint import Writer, pieces_of
 
 TIMEOUT_S = 200.0
 
@@ -68,16 +69,6 @@ def starter() -> Iterator[Starter]:
                           bufsize=1) as process:
         yield Starter(process)
         process.kill()
-
-
-def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-
-
-def newest_step(run_dir: Path) -> int:
-    found = newest_checkpoint(run_dir, accept=lambda _: None, warn=pytest.fail)
-    assert found is not None
-    return found.step
 
 
 SAVES_TWICE = """

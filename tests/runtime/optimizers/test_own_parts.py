@@ -11,6 +11,8 @@ import torch
 from optimizer_jobs import furthest, make_job, train, train_in_legs
 from torch import nn
 
+from paceline.errors import JobError
+from paceline.runtime.optimizers.kept import OptimizerState
 from paceline.runtime.optimizers.own_parts import as_distributed, as_plain
 
 EXACT = 1e-12
@@ -63,3 +65,14 @@ def test_state_inside_lists_is_found() -> None:
         assert not isinstance(found, DTensor) and found.data_ptr() == part.data_ptr() and found.shape == (2, 3)
     assert plain[1]["a"][0] is count and isinstance(plain[1]["a"], tuple) and plain[1]["a"][2] == 3
     assert isinstance(as_plain(nn.Parameter(torch.ones(2))), nn.Parameter)
+
+
+def test_quantized_state_is_refused_by_name() -> None:
+    """A tensor that consists of others fits into no checkpoint, and the optimizer, key and parameter are named."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    weight = nn.Parameter(torch.zeros(256, 256))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight]["exp_avg"] = OptimState8bit.zeros((256, 256))
+    with pytest.raises(JobError, match="SGD keeps 'exp_avg' of 'table' as OptimState8bit"):
+        list(OptimizerState(optimizer, {"table": weight}).by_parameter("table"))

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.errors import JobError, PlanRefused
 from paceline.runtime.checkpoint.values import pack, unpack
 from paceline.runtime.optimizers.own_parts import as_distributed
 from paceline.runtime.optimizers.parts import Parts, Slot, parts_of
+from paceline.strategies.mesh import local_part
 
 _SELF = "self."  # begins the key of what doesn't lie in the outermost optimizer's `state`
 
@@ -74,8 +76,17 @@ class OptimizerState:
         return {**self.parameters, **self.distributed}
 
     def by_parameter(self, name: str) -> Iterator[tuple[str, Any]]:
-        """Keys and values of what belongs to a parameter; what is cut like it is distributed like it."""
+        """Keys and values of what belongs to a parameter; what is cut like it is distributed like it.
+
+        Raises:
+            JobError: a value is a tensor that consists of others, such as a quantized one.
+        """
         for key, value in self._by_parameter(name):
+            if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(plain := local_part(value)):
+                raise JobError(f"{type(self.optimizer).__name__} keeps '{key}' of '{name}' as {type(plain).__name__}, "
+                               "which consists of several tensors; checkpoints and comparisons of replicas hold plain "
+                               "ones", hint="an optimizer whose state is plain tensors, such as torch.optim.AdamW or "
+                                            "Adafactor; a shard=N plan divides its state over the ranks")
             yield key, as_distributed(value, self.distributed[name]) if name in self.distributed else value
 
     def _by_parameter(self, name: str) -> Iterator[tuple[str, Any]]:
