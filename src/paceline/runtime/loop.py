@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Subset
 
 from paceline.cluster import Device
-from paceline.errors import CallbackError, CheckpointError, JobError, Preempted
+from paceline.errors import CallbackError, CheckpointError, DriftError, JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
 from paceline.launch.live_states import COPY_SHARE
@@ -560,12 +560,23 @@ def _rechecked(run: _Run) -> Iterator[Callable[[Stepper], None] | None]:
         at_rest = run.at_rest
 
         def compare_both(stepper: Stepper) -> None:
-            at_rest.check()  # first: what it finds makes gradients differ too
+            _check_at_rest(run)  # first: what it finds makes gradients differ too
             at_rest.forget()
             if compare is not None:
                 compare(stepper)
 
         yield compare_both
+
+
+def _check_at_rest(run: _Run) -> None:
+    """See `StateAtRest.check`. What is being saved is from before, and is saved first. Collective."""
+    try:
+        if run.at_rest is not None:
+            run.at_rest.check()
+    except DriftError:
+        if run.writer is not None:
+            run.writer.wait()
+        raise
 
 
 def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBatch]]]:
@@ -721,8 +732,7 @@ def _do_what_is_due(run: _Run) -> None:
 def _compare(run: _Run) -> None:
     """Compare what replicas hold, if that has not been done after this step, and the state with what it was after its
     update. Collective."""
-    if run.at_rest is not None:
-        run.at_rest.check()
+    _check_at_rest(run)
     if run.compared_step == run.step:
         return
     stepper = run.stepper
