@@ -42,6 +42,18 @@ def test_links_are_measured_once(measured: list[int]):
     assert [count for count, _ in with_links(Cluster.local("cpu:0-2")).links] == [2, 3] and measured == [2, 4, 3]
 
 
+def test_figures_of_a_busy_machine_are_not_kept(measured: list[int], monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]):
+    """They are better than none, and said to be rough; the next plan measures again, only what was not quiet."""
+    monkeypatch.setattr(links, "measure_link", lambda _, num_ranks: replace(
+        FOUR, source="measured" if num_ranks == 2 else links.BUSY))
+    assert with_links(Cluster.local("cpu:0-3")).links == ((2, FOUR), (4, FOUR))
+    assert "it is measured again next time" in capsys.readouterr().err
+
+    monkeypatch.setattr(links, "measure_link", lambda _, num_ranks: measured.append(num_ranks) or TWO)
+    assert with_links(Cluster.local("cpu:0-3")).links == ((2, FOUR), (4, TWO)) and measured == [4]
+
+
 def test_nothing_is_measured_where_ranks_are_at_work(measured: list[int]):
     assert with_links(Cluster.local("cpu:0-3"), measure=False) == Cluster.local("cpu:0-3") and not measured
 
@@ -81,6 +93,13 @@ def test_two_ranks_are_measured():
     found = links.measure_link(Cluster.local("cpu:0-1"), 2)
 
     assert 1e6 < found.bytes_per_s < 1e12 and 0 <= found.wait_s < 1
+
+
+def test_ranks_that_share_their_cores_with_other_work_say_so(monkeypatch: pytest.MonkeyPatch):
+    """Ranks that get no core to themselves, for sure: of four on a core each gets a quarter."""
+    monkeypatch.setattr(links, "usable_cores", lambda: 400)
+
+    assert links.measure_link(Cluster.local("cpu:0-7"), 8).source == links.BUSY
 
 
 def gpus(*indices: int) -> Cluster:

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.accelerators import identity
 from paceline.cluster import DeviceKind, usable_cores
 
-VERSION = 3
+VERSION = 4
 
 
 def read(what: str, kind: DeviceKind) -> Any:

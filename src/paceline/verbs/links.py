@@ -7,25 +7,30 @@ speed that they reach counts, through bridges, switches, both processors of a ho
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from paceline.cluster import LOOPBACK, Cluster, DeviceKind, Link
+from paceline.cluster import LOOPBACK, Cluster, DeviceKind, Link, usable_cores
 from paceline.launch.context import RankContext
 from paceline.launch.failure import RankFailed
 from paceline.profile import cache
 
 CACHED = "links"  # by the number of CPU ranks, or by the numbers of the GPUs
 MOST_RANKS = 8  # with so many at most; more wait as those do
-SMALL, LARGE = 60, 8  # collectives of each size that are timed
+SMALL, LARGE = 60, 24  # collectives of each size that are timed
 LARGE_BYTES = 8 * 2**20  # gathered by each rank
 # Products of matrices of this side that each rank computes before each collective: ranks that compute for some
 # milliseconds come at different times, and wait for each other.
 BUSY_SIDE, BUSY_PRODUCTS = 256, 12
 GPU_LARGE_BYTES = 128 * 2**20  # gathered by each GPU: some buckets of gradients
+# Of the cores' time that ranks get where nothing else runs: 0.97 to 1.0, and 0.27 beside two busy processes (2 cores).
+# Figures that were measured with less are those of a busy machine.
+QUIET_SHARE = 0.8
+BUSY = "measured while other work had these cores"
 TIMEOUT_S = 30.0
 GPU_TIMEOUT_S = 90.0  # NCCL looks at the wires first, and opens channels
 
@@ -34,7 +39,8 @@ def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:
     """The cluster with what its ranks were found to wait for a collective, by their number.
 
     Takes some seconds the first time: ranks are started. Described devices stay as they are, and so does a cluster
-    whose ranks can't be started; of GPUs that is said.
+    whose ranks can't be started; of GPUs that is said. Figures of a machine that was busy with something else are used,
+    but not kept.
 
     measure: whether what is not in the cache is measured; no where ranks are at work.
     """
@@ -49,8 +55,14 @@ def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:
     missing = [count for count in wanted if str(count) not in links]
     if missing and measure:
         with suppress(RankFailed, OSError):
-            links |= {str(count): measure_link(cluster, count) for count in missing}
-            _write("cpu", links)
+            measured = {str(count): measure_link(cluster, count) for count in missing}
+            quiet = {count: link for count, link in measured.items() if link.source != BUSY}
+            if quiet:
+                _write("cpu", links | quiet)
+            if len(quiet) < len(measured):
+                print("note: other work had these cores while the time of messages between ranks was measured, so "
+                      "predictions are rougher; it is measured again next time", file=sys.stderr)
+            links |= measured
     return replace(cluster, links=tuple((count, links[str(count)]) for count in wanted if str(count) in links))
 
 
@@ -91,8 +103,11 @@ def _counts(num_devices: int) -> list[int]:
     return sorted({most, *(count for count in (2, 4, 8) if count <= most)})
 
 
-def _rank_times(context: RankContext) -> tuple[float, float, float]:
-    """A link's figures, as this rank sees them. Collective over the default group."""
+def _rank_times(context: RankContext) -> tuple[float, float, float, str]:
+    """A link's figures, as this rank sees them, and where they come from. Collective over the default group.
+
+    Each is a median: a pause of the machine in one exchange is no figure of the link.
+    """
     import torch
     import torch.distributed as dist
 
@@ -103,20 +118,26 @@ def _rank_times(context: RankContext) -> tuple[float, float, float]:
     def each_s(times: int, collective: Callable[[], object]) -> float:
         """Of products and a collective after them."""
         collective()
-        began_s = time.perf_counter()
+        seconds = []
         for _ in range(times):
+            began_s = time.perf_counter()
             for _ in range(BUSY_PRODUCTS):
                 matrix @ matrix
             collective()
-        return (time.perf_counter() - began_s) / times
+            seconds.append(time.perf_counter() - began_s)
+        return statistics.median(seconds)
 
+    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
     computed_s = each_s(SMALL, lambda: None)
+    share = torch.tensor((time.thread_time() - began_cpu_s) / (time.perf_counter() - began_s))
+    dist.all_reduce(share, dist.ReduceOp.MIN)
+    is_quiet = float(share) >= QUIET_SHARE * min(1.0, usable_cores() / n)
     small_s = each_s(SMALL, lambda: dist.all_reduce(small))
     large_s = each_s(LARGE, lambda: dist.all_gather(whole, part))
     waits_s = max(0.0, small_s - computed_s - 2 * (n - 1) * LOOPBACK.latency_s)
     moving_s = max(0.0, large_s - small_s)
     bytes_per_s = (n - 1) / n * LARGE_BYTES / moving_s if moving_s else LOOPBACK.bytes_per_s
-    return bytes_per_s, LOOPBACK.latency_s, waits_s
+    return bytes_per_s, LOOPBACK.latency_s, waits_s, "measured" if is_quiet else BUSY
 
 
 def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
