@@ -164,8 +164,10 @@ def hang_up() -> None:
 ], ids=["SIGKILL", "SIGHUP", "exit 7", "exit 0"])
 def test_a_rank_that_dies(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, end: Callable[[], None],
                           words: str):
-    """A rank that dies without a word is named with the step it was in, and the others end within seconds."""
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.5)
+    """A rank that dies without a word is named with the step it was in. The others end at once: they hear who died,
+    and do not wait for what each of them has to say."""
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(local, "_GRACE_S", 2 * PATIENCE_S)
 
     def body(context: Any) -> None:
         context.step = 6

@@ -90,6 +90,11 @@ class RankContext:
     def sign(self) -> Heartbeat:
         return self.board.read(self.slot)
 
+    @property
+    def dead(self) -> list[int]:
+        """Ranks that are known to have died: from their parent, if all ranks have one, or else from connections."""
+        return self.board.dead if self.is_watched else self.lost
+
     @contextmanager
     def stoppable(self) -> Iterator[None]:
         """Turn SIGTERM, SIGINT and the schedulers' SIGUSR1 and SIGUSR2 into a request to stop after the step.

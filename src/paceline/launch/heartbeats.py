@@ -14,7 +14,8 @@ from paceline.launch.verb_table import VerbTable
 
 PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
           "copy", "callback", "end")
-_WORDS, _WORD_BYTES = 3, 8  # of an entry: where its rank is, when it said so, and whether it waits for others
+# Of an entry: where its rank is, when it said so, whether it waits for others, and whether its process died.
+_WORDS, _WORD_BYTES = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Heartbeat:
 
 
 class HeartbeatTable:
-    """One entry a rank in an anonymous shared mapping, inherited by forked ranks; only its rank writes an entry.
+    """One entry a rank in an anonymous shared mapping, inherited by forked ranks. Only its rank writes an entry,
+    but for the word that the rank's process died, which is its parent's.
 
     Others read it at any moment, so each word is written at once. (struct.pack_into first clears what it will write: a
     reader met times of 0, and a healthy rank was taken for one that had been silent since the machine started.)
@@ -63,6 +65,15 @@ class HeartbeatTable:
 
     def waits(self, rank: int) -> bool:
         return bool(self._words[_WORDS * rank + 2])
+
+    def set_died(self, rank: int, died: bool) -> None:
+        """The parent's word that a rank's process ended before the rank said so."""
+        self._words[_WORDS * rank + 3] = died
+
+    @property
+    def dead(self) -> list[int]:
+        """The ranks that died, in their order."""
+        return [rank for rank in range(len(self._words) // _WORDS) if self._words[_WORDS * rank + 3]]
 
     def read(self, rank: int) -> Heartbeat:
         step, phase = divmod(self._words[_WORDS * rank], len(PHASES))

@@ -217,6 +217,7 @@ class _Ranks:
         with signals.blocked():
             launch.board.write(number, 0, "start")
             launch.board.set_waits(number, False)
+            launch.board.set_died(number, False)
             self.processes.start(number)
             self.processes.tell(number, Message(0, "start", number, {
                 "device": self.devices[number], "num_starts": launch.num_starts, "deaths": launch.deaths,
@@ -337,6 +338,7 @@ class _Ranks:
             return
         rank.finished = True
         if rank.failure is None:
+            self.launch.board.set_died(number, True)
             sign, code = self.launch.board.read(number), message.value
             ended_by = -(code or 0)
             if self.interrupted and ended_by in (*signals.STOPPING, signal.SIGKILL):

@@ -31,6 +31,7 @@ from paceline.waiting import waiting
 T = TypeVar("T")
 
 _ANSWER_S = 3.0  # how long to wait for what the other ranks say
+_POLL_S = 0.02  # between looks for a word that a rank died, which makes what others say unnecessary
 _STORE_S = 5.0  # and for the store, on top of it: one that lives in a stopped process never answers
 _AFTER_LOSS = "look at the last lines of its log; --resume goes on from the last checkpoint"
 COLLECTIVES = f"torch{os.sep}distributed{os.sep}"  # where the files of torch's collectives are
@@ -187,7 +188,8 @@ def _listed(ranks: list[int]) -> str:
 def peer_loss(context: RankContext, error: BaseException) -> Failure:
     """The report of a rank whose collective broke: names the ranks that no longer answer.
 
-    Every rank that is still there says so in the store; who stays silent is gone.
+    Which ranks died is known after a moment, or else every rank that is still there says so in the store, and who stays
+    silent is gone.
     """
     failure = failure_of(error, rank=context.rank, sign=context.sign)
     store = context.store
@@ -196,11 +198,13 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
 
     def ask() -> list[int]:
         store.set(f"here/{context.rank}", "1")
-        time.sleep(_ANSWER_S)
-        return [r for r in range(context.world_size) if not store.check([f"here/{r}"])]
+        until_s = time.monotonic() + _ANSWER_S
+        while not context.dead and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        return context.dead[:1] or [r for r in range(context.world_size) if not store.check([f"here/{r}"])]
 
     silent = within(_ANSWER_S + _STORE_S, ask)  # None: the store lived in the process that died
-    gone = context.lost[:1] or silent
+    gone = context.dead[:1] or silent
     if not gone:
         return failure
     message = (f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}\n\n"
