@@ -41,6 +41,7 @@ from paceline.strategies.compose import load
 from paceline.verbs.planning import Answer, plan
 
 MOST_PLANS = 20  # of a job
+MOST_TIMES = 8  # the fastest plan's step, as predicted: a plan with steps of 20 s would take most of the time
 CALIBRATE_S = 120.0  # enough for a plan of each kind, and some far from those
 WARM_UP_STEPS = 10  # that a run leaves out of its speed
 
@@ -188,8 +189,11 @@ def _measure(name: str, asked: argparse.Namespace) -> JobResult:
 
 
 def _kept(answer: Answer, before: Answer, most: int) -> list[Candidate]:
-    """Exact plans: those that are chosen, and those with the fewest words, so that predictions don't say which."""
+    """Exact plans: those that are chosen, and those with the fewest words, so that predictions don't say
+    which; but none that looks far slower than the fastest."""
     exact = [one for one in answer.ranking.ranked if one.plan.relaxed is None]
+    fastest_s = min(one.estimate.step_s for one in exact)
+    exact = [one for one in exact if one.estimate.step_s <= MOST_TIMES * fastest_s]
     chosen = [one for one in exact if one.plan in (answer.chosen, before.chosen)]
     return [*chosen, *sorted((one for one in exact if one not in chosen),
                              key=lambda one: (len(one.plan.values()), str(one.plan)))][:most]
