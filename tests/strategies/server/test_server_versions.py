@@ -55,7 +55,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bo
     monkeypatch.setattr(owner, name, slow)
 
 
-@pytest.mark.parametrize("plan", ["server=1 workers=1 staleness=2", "server=1 workers=1 staleness=inf"])
+@pytest.mark.parametrize("plan", ["server=1 workers=1 staleness=2", "server=1 workers=1 staleness=inf colocate=yes"])
 def test_weights_of_an_update_that_was_just_made_count_as_having_it(plan: str, tmp_path: Path,
                                                                     monkeypatch: pytest.MonkeyPatch):
     slowly(monkeypatch, ShardService, "made", after=False)
