@@ -19,15 +19,18 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline as pl
-from paceline.errors import CheckpointError, DriftError, PlanRefused
+from paceline.errors import CheckpointError, DriftError
+from paceline.job.named_optimizers import NamedOptimizers
 from paceline.launch.faults import Fault, FaultInjector
 from paceline.plans import Plan
 from paceline.runtime.checkpoint import newest_checkpoint, open_checkpoint
 from paceline.runtime.checkpoint.suspect import mark_suspect, suspect_steps
+from paceline.runtime.checkpoint.write import Writer
 from paceline.runtime.loop import Settings, train_rank
-from paceline.runtime.recheck import Recheck, refuse_unchecked
+from paceline.runtime.recheck import Recheck
 from paceline.runtime.state_at_rest import _memory
 from paceline.strategies.compose import load
+from paceline.strategies.mesh import local_part
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -277,6 +280,61 @@ def test_optimizer_state_that_flips_is_found(run_ranks: Any, tmp_path: Path):
     assert "on rank 0, the optimizer's exp_avg of '4.weight' changed after the update of step" in said
 
 
+class Late(Net):
+    """Its statistics are frozen for three steps, and then written to, which torch does not count. Evaluation writes to
+    them in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.norm.train(self.calls >= 3)
+        else:
+            self.norm.running_mean.data.mul_(0.99)
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_buffers_that_forwards_write_to_are_no_finding(run_ranks: Any, tmp_path: Path, every: int):
+    """From a later step on, and in evaluations."""
+    job = make_job(Late, validation=make_job().data)
+    assert trained(run_ranks, "single", tmp_path, every, job=job) == [None]
+
+
+@pytest.mark.parametrize(("name", "call", "says"), [
+    ("norm.running_mean", -5, "the buffer 'norm.running_mean' changed after the update of step 4"),
+    ("scale", 5, "the buffer 'scale' changed after the update of step 4")])
+def test_a_buffer_that_flips_is_found(run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+                                      call: int, says: str):
+    """Statistics before they are saved, and what no forward writes to in a forward, too: in the second of a step, which
+    is the one that counts."""
+    called: list[nn.Module] = []
+    calls: list[int] = []
+
+    def flip(at: int) -> None:
+        calls.append(at)
+        if at == call and (at < 0 or calls.count(at) == 2):
+            called[-1].get_buffer(name).data.add_(1)
+
+    def alter(rank: int, model: nn.Module) -> None:
+        def forward(module: nn.Module, args: Any) -> None:
+            called.append(module)
+            flip(module.calls + 1)
+
+        model.register_forward_pre_hook(forward)
+
+    def poll(writer: Writer) -> None:
+        flip(-1 - called[-1].calls)
+
+    monkeypatch.setattr(Writer, "poll", poll)
+    ((said, _),) = trained(run_ranks, "single", tmp_path, 1, job=make_job(Late), alter=alter, save_every=2)
+    assert f"on rank 0, {says}" in said
+    checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=print)
+    assert checkpoint is not None and checkpoint.step == (4 if call > 0 else 2)
+
+
 def test_tensors_that_consist_of_others_are_read_in_parts():
     """Quantized state has codes and scales, each of which a bit may flip in."""
     from torchao.optim.subclass_8bit import OptimState8bit
@@ -286,27 +344,91 @@ def test_tensors_that_consist_of_others_are_read_in_parts():
     assert all(type(part) is torch.Tensor for part in parts.values())
 
 
-@pytest.mark.parametrize(("plan", "more", "says"), [
-    ("server=1 workers=2", {}, "other ranks keep the weights"),
-    ("data=2", {"models": {}}, "a step of its own")])
-def test_where_nothing_can_be_compared_it_is_refused(plan: str, more: dict[str, Any], says: str):
-    job = make_job()
-    for name, value in more.items():
-        object.__setattr__(job, name, value or {"net": Net})
-    refuse_unchecked(None, job, Plan.parse(plan))
-    refuse_unchecked(0, job, Plan.parse(plan))
-    with pytest.raises(PlanRefused, match=f"--recheck-every 5: nothing can be .* a second time: .*{says}"):
-        refuse_unchecked(5, job, Plan.parse(plan))
+def test_what_has_no_value_or_no_count_of_writes_is_left_out():
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+    assert not list(_memory("state", uncounted)) and not list(_memory("state", torch.ones(2, device="meta")))
+
+
+def flip(kind: str) -> None:
+    """A bit of what this rank holds, if it is not only trying the step."""
+    optimizer = next((each for each in gc.get_objects() if isinstance(each, NamedOptimizers)), None)
+    if optimizer is None:
+        return
+    p = next(p for p in optimizer.members["head"].param_groups[0]["params"] if p.ndim == 2)
+    tensor = p if kind == "weight" else optimizer.state[p]["exp_avg"]
+    local_part(tensor.detach()).data.view(-1).view(torch.int32)[0] ^= 1
+
+
+def own_job(flips: tuple[str, str, int, int] | None = None) -> pl.Job:
+    """Two models with an optimizer each, and an average. Every third step updates the first one alone.
+
+    flips: what, where in a step, in which step from 1, on which rank.
+    """
+    def disturb(moment: str, step: int) -> None:
+        if flips and (moment, step, dist.get_rank() if dist.is_initialized() else 0) == flips[1:]:
+            flip(flips[0])
+
+    def step(ctx: Any, batch: Any) -> None:
+        disturb("begin", ctx.step + 1)
+        ctx.backward("code", batch.input, lambda code, batch: code.square().mean())
+        ctx.update("code")
+        disturb("between", ctx.step + 1)
+        if ctx.step % 3 < 2:
+            ctx.backward("head", ctx.run("code", batch.input),
+                         lambda output, batch: nn.functional.cross_entropy(output, batch.target))
+            ctx.update("head")
+        disturb("end", ctx.step + 1)
+
+    adamw = lambda named: torch.optim.AdamW(named, lr=0.05)  # noqa: E731
+    base = make_job()
+    return pl.Job(models={"code": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)),
+                          "head": lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))}, step=step,
+                  optimizers={"code": adamw, "head": pl.Optimizer(adamw, clip=0.5)},
+                  followers={"average": pl.ema("head", 0.9)}, data=base.data, batch=12, steps=8)
+
+
+@pytest.mark.parametrize(("plan", "what", "moment", "step", "says"), [
+    ("single", "weight", "begin", 5, r"'head\.\d\.weight' changed after the update of step 4"),
+    ("shard=2", "state", "between", 5, r"exp_avg of 'head\.\d\.weight' changed after the update of step 5"),
+    ("single", "state", "end", 6, r"exp_avg of 'head\.\d\.weight' changed after the update of step 6"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("data=2", "weight", "between", 6, r"'head\.\d\.weight' changed after the update of step 6"),
+        ("tensor=2", "weight", "end", 5, r"'head\.\d\.weight' changed after the update of step 5"),
+        ("pipeline=2 microbatches=2", "state", "begin", 5, r"'head\.\d\.weight' changed after the update of step 4"),
+        ("data=2 local=2", "weight", "begin", 5, r"'head\.\d\.weight' changed after the update of step 4")))])
+def test_what_flips_in_a_step_of_ones_own_is_found(run_ranks: Any, tmp_path: Path, plan: str, what: str, moment: str,
+                                                   step: int, says: str):
+    """Between two updates of one step, in one that updates this model not at all, and before the next."""
+    rank = Plan.parse(plan).world_size - 1
+    ended = trained(run_ranks, plan, tmp_path, 1, job=own_job((what, moment, step, rank)), save_every=2)
+    assert [end and end[1] for end in ended] == [place != rank for place in range(len(ended))]
+    (said,) = {end[0] for end in ended if end and not end[1]}
+    assert re.search(f"on rank {rank}, .*{says}", said)
+    checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=print)
+    assert checkpoint is not None and checkpoint.step == 4
+
+
+@pytest.mark.parametrize(("plan", "every"), [("single", 1), ("shard=2", 2), *(
+    pytest.param(plan, 1, marks=pytest.mark.slow) for plan in (
+        "data=2", "tensor=2", "pipeline=2 microbatches=2", "data=2 local=2", "shard=2 zero=1"))])
+def test_a_right_step_of_ones_own_stays_as_it_is(run_ranks: Any, tmp_path: Path, plan: str, every: int):
+    for each in (0, every):
+        assert set(trained(run_ranks, plan, tmp_path / str(each), each, job=own_job())) == {None}
+    before, checked = weights(tmp_path / "0"), weights(tmp_path / str(every))
+    assert before.keys() == checked.keys() and all(torch.equal(before[name], checked[name]) for name in before)
 
 
 @pytest.mark.parametrize(("plan", "more", "says"), [
     ("data=2 local=2", {}, "replicas take steps of their own"),
+    ("single", {"models": {"net": Net}}, "the job brings a step of its own"),
     ("data=2", {"data": Stream()}, "a data stream gives its samples once"),
     ("data=2", {"optimizer": lambda named: torch.optim.LBFGS([p for _, p in named]), "clip": None},
      "LBFGS evaluates the loss itself")])
 def test_gradients_that_can_not_be_computed_twice(caplog: Any, plan: str, more: dict[str, Any], says: str):
     """Rank 0 says why; the state is compared all the same."""
-    job = make_job(plain, **more)
+    job = make_job(plain, **{name: value for name, value in more.items() if name != "models"})
+    object.__setattr__(job, "models", more.get("models", {}))
     caplog.set_level("INFO", logger="paceline")
     stepper: Any = SimpleNamespace(
         job=job, mesh=SimpleNamespace(rank=0, num_copies=1), device=torch.device("cpu"),

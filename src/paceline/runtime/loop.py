@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -48,7 +48,7 @@ from paceline.runtime.prefetch import Fed, Prefetch
 from paceline.runtime.recheck import Recheck
 from paceline.runtime.shares import refuse_single_samples
 from paceline.runtime.spikes import Spike, SpikeAction, Spikes
-from paceline.runtime.state_at_rest import StateAtRest
+from paceline.runtime.state_at_rest import StateAtRest, buffers_of, of_updates
 from paceline.runtime.stepper import Stepper, StepResult
 from paceline.strategies.compose import copies_weights_lazily, end_evaluation, reported
 from paceline.strategies.mesh import Mesh
@@ -116,6 +116,11 @@ class Settings:
     on_spike: SpikeAction | None = None
     recheck_every: int | None = None
     is_trial: bool = False
+
+    @property
+    def rechecks_every(self) -> int:
+        """`recheck_every`; 0 where steps are timed or compared."""
+        return 0 if self.is_trial or self.observer is not None else self.recheck_every or 0
 
 
 def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> DataShard:
@@ -197,6 +202,7 @@ class _Run:
     is_noting: bool = False
     recheck: Recheck | None = None
     at_rest: StateAtRest | None = None
+    buffers_at_rest: StateAtRest | None = None
     step: int = 0
     samples: int = 0
     loss: float = float("nan")
@@ -239,8 +245,10 @@ class _Run:
 
     def beat(self, phase: str) -> None:
         """A sign of life in a phase of a step."""
-        if phase == "optimizer" and self.live is not None:  # begins before any update, of a step of one's own too
-            self.live.change()
+        if phase == "optimizer":  # begins before any update, of a step of one's own too
+            _leave_rest(self, self.at_rest)
+            if self.live is not None:
+                self.live.change()
         self.context.beat(phase)
         if self.stepper.trace is not None:
             self.stepper.trace.phase(phase)
@@ -304,9 +312,11 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
                Display(shown=context.rank == 0 and settings.observer is None), writer, _copier(context, stepper),
                metrics, journal)
     _tell(run)
-    if settings.recheck_every and not settings.is_trial and settings.observer is None:
-        run.at_rest = StateAtRest(stepper, settings.recheck_every)
-        run.recheck = Recheck.of(stepper, plan, settings.recheck_every, shares=settings.shares,
+    if every := settings.rechecks_every:
+        run.at_rest = StateAtRest(partial(of_updates, stepper, stepper.edits.names), every)
+        run.buffers_at_rest = StateAtRest(partial(buffers_of, stepper), every, runs_code=False)
+        stepper.named_update = partial(_update_and_note, run, stepper.named_update)
+        run.recheck = Recheck.of(stepper, plan, every, shares=settings.shares,
                                  loader_workers=settings.loader_workers, mark=partial(_mark, run),
                                  beat=lambda phase: context.board.write(context.slot, context.step, phase))
     return run
@@ -549,30 +559,42 @@ def _steps(run: _Run) -> bool:
 
 @contextmanager
 def _rechecked(run: _Run) -> Iterator[Callable[[Stepper], None] | None]:
-    """Around a step: its gradients are computed a second time, if it is a step of which they are, and before its update
-    the state that it began with is compared. Gives what is to be called before the update."""
-    is_due = run.recheck is not None and run.speed.steps > 0 and run.recheck.is_due(run.step + 1)
-    with run.recheck.checking(run.step) if run.recheck is not None and is_due else nullcontext() as compare:
-        if run.at_rest is None or run.at_rest.step is None:
-            yield compare
-            return
-
-        at_rest = run.at_rest
-
+    """Around a step: its gradients are computed a second time, if it is a step of which they are, and before that and
+    before its update the state that it began with is compared. Gives what is to be called before the update."""
+    _leave_rest(run, run.buffers_at_rest)
+    if run.recheck is None or not run.speed.steps or not run.recheck.is_due(run.step + 1):
+        yield None
+        return
+    with run.recheck.checking(run.step) as compare:
         def compare_both(stepper: Stepper) -> None:
-            _check_at_rest(run)  # first: what it finds makes gradients differ too
-            at_rest.forget()
+            _leave_rest(run, run.at_rest)  # first: what it finds makes gradients differ too
             if compare is not None:
                 compare(stepper)
 
         yield compare_both
 
 
-def _check_at_rest(run: _Run) -> None:
+def _update_and_note(run: _Run, update: Callable[..., None], optimizer: str,
+                     parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """An update within a step of the job's own. Collective as that is."""
+    assert run.at_rest is not None
+    update(optimizer, parameters)
+    run.at_rest.note(run.step + 1)
+
+
+def _leave_rest(run: _Run, at_rest: StateAtRest | None) -> None:
+    """What it has fingerprints of is written to next. Collective."""
+    _check_at_rest(run, at_rest)
+    if at_rest is not None:
+        at_rest.forget()
+
+
+def _check_at_rest(run: _Run, *at_rest: StateAtRest | None) -> None:
     """See `StateAtRest.check`. What is being saved is from before, and is saved first. Collective."""
     try:
-        if run.at_rest is not None:
-            run.at_rest.check()
+        for each in at_rest:
+            if each is not None:
+                each.check(run.mesh, run.stepper.device)
     except DriftError:
         if run.writer is not None:
             run.writer.wait()
@@ -590,8 +612,10 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
                 scale: float | None) -> None:
     """scale: that the step's loss was multiplied by; None without loss scaling."""
     run.step, run.samples = run.step + 1, run.samples + window.count
-    if run.at_rest is not None:
-        run.at_rest.note(run.step)
+    _check_at_rest(run, run.at_rest)  # if a step of the job's own has updated nothing
+    for at_rest in (run.at_rest, run.buffers_at_rest):
+        if at_rest is not None:
+            at_rest.note(run.step)
     run.speed.add(window.count, step_s, input_s=input_s)
     more: dict[str, Any] = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
     if scale is not None:
@@ -679,8 +703,9 @@ def _rewind(run: _Run) -> str:
     checkpoint = open_checkpoint(run.settings.run_dir / CHECKPOINTS / f"step-{step}", checksums=False)
     state.restore(run.stepper, checkpoint)
     run.stepper.edits.updated()
-    if run.at_rest is not None:
-        run.at_rest.forget()
+    for at_rest in (run.at_rest, run.buffers_at_rest):
+        if at_rest is not None:
+            at_rest.forget()
     run.journal.go_back(run.job, plan=str(run.plan), world_size=run.context.world_size, after=step)
     run.stepper.spikes.restore(spikes)
     run.record(rewound_to=step)
@@ -732,7 +757,7 @@ def _do_what_is_due(run: _Run) -> None:
 def _compare(run: _Run) -> None:
     """Compare what replicas hold, if that has not been done after this step, and the state with what it was after its
     update. Collective."""
-    _check_at_rest(run)
+    _check_at_rest(run, run.at_rest, run.buffers_at_rest)
     if run.compared_step == run.step:
         return
     stepper = run.stepper
@@ -925,6 +950,7 @@ def _evaluate(run: _Run) -> None:
         return
     run.evaluated_step = run.step
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
+    _check_at_rest(run, run.buffers_at_rest)
     _before_update(run)  # replicas may have shared weights put in place of their own
     stepper.step_sync.drain()
     sample_share = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
@@ -933,6 +959,8 @@ def _evaluate(run: _Run) -> None:
         figures = (evaluate_step(stepper.model, stepper.parts, run.job, run.job.validation, **options)
                    if run.job.models else
                    evaluate(stepper.model, stepper.layout, run.job, run.job.validation, **options))
+    if run.buffers_at_rest is not None:
+        run.buffers_at_rest.note(run.step)  # anew: forwards may have written to them
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
     if stepper.schedule is not None and not run.settings.is_trial and (run.speed.steps or run.is_copied) and (
             run.scheduled_step != run.step and not is_stream(run.job.data) and Order.of(run.job).ends_epoch(run.step)):

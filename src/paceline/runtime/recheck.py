@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.capture.attributes import StateOfForward
 from paceline.capture.state import generators
-from paceline.errors import DriftError, PlanRefused
+from paceline.errors import DriftError
 from paceline.job import Job
 from paceline.launch.logs import logger
 from paceline.plans import Plan
@@ -43,32 +43,21 @@ from paceline.runtime.stepper import Stepper
 from paceline.runtime.streams import kept_streams
 from paceline.runtime.upload import uploaded
 from paceline.strategies.compose import SumsReplicas, gradients_seen
-from paceline.strategies.registry import active
 
 _UNSUMMED = "unsummed "  # before the name of a weight whose gradient is not summed yet
 _AGAIN = 2  # times that replicas compute samples again which two of them disagree on
 
 
-def refuse_unchecked(every: int | None, job: Job, plan: Plan) -> None:
-    """Refuse to compare what ranks compute and keep, where it was asked for and can't be done.
-
-    Raises:
-        PlanRefused: the plan, or the job's step, stands in the way.
-    """
-    if every and (reason := _never(job, plan)) is not None:
-        raise PlanRefused(f"--recheck-every {every}: nothing can be computed or read a second time: {reason}",
-                          hint="leave it out; docs/survive.md says what is found without it")
-
-
-def _never(job: Job, plan: Plan) -> str | None:
-    """Why nothing of a run can be compared with what it was before; None if something may be."""
-    if any(strategy.keeps_weights_elsewhere for strategy in active(plan)):
-        return "other ranks keep the weights than those that compute with them"
-    return "the job brings a step of its own" if job.models else None
+def log_state_alone(reason: str) -> None:
+    """Say why gradients are not computed a second time."""
+    logger.info("gradients are not computed a second time, and what ranks keep between updates is compared alone: %s",
+                reason)
 
 
 def _no_gradients(stepper: Stepper, plan: Plan) -> str | None:
     """Why gradients can't be computed a second time and compared to the bit; None if they can."""
+    if stepper.job.models:
+        return "the job brings a step of its own"
     if stepper.step_sync.has_own_steps:
         return "replicas take steps of their own"
     if is_stream(stepper.job.data):
@@ -124,8 +113,7 @@ class Recheck:
             kind = cls if _axis(stepper) else _RecheckAlone
             return kind(stepper, stepper.job, every=every, **more)
         if stepper.mesh.rank == 0:
-            logger.info("gradients are not computed a second time, and what ranks keep between updates is compared "
-                        "alone: %s", reason)
+            log_state_alone(reason)
         return None
 
     def is_due(self, step: int) -> bool:

@@ -1,28 +1,29 @@
-"""Weights and optimizer state that change between two updates: what finds memory that flips a bit.
+"""State that changes where nothing should write to it: what finds memory that flips a bit.
 
 Between an update and the next one nothing writes to the weights and the optimizer's state. So a rank notes fingerprints
 of its own after an update, and compares them before the next update and before a checkpoint. No other rank needs to
-hold the same, and the rank that finds a difference is the one whose memory changed.
+hold the same, and the rank that finds a difference is the one whose memory changed. Where servers keep the state, they
+do so, and workers compare weights after a backward with those that had come before the forward.
+
+Buffers that forwards write to are compared before the next forward, and others with the weights.
 
 torch counts the writes to each tensor. What it has seen written to, by a hook or a callback, is no finding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.errors import DriftError
 from paceline.runtime.drift import fingerprint
-from paceline.strategies.mesh import local_part
-
-if TYPE_CHECKING:
-    from paceline.runtime.stepper import Stepper
+from paceline.runtime.state import StateOwner
+from paceline.strategies.mesh import Mesh, local_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +36,53 @@ class _Noted:
 
 
 class StateAtRest:
-    """Fingerprints of a rank's weights and optimizer state after an update.
+    """Fingerprints of tensors of a rank's state after an update.
 
-    What changes unseen before a launch's first comparison is what its code writes to, such as a forward through
+    What changes unseen after those of a launch's first step is what its code writes to, such as a forward through
     `.data`: it is left out from then on.
 
     every: steps from one after which they are taken to the next. step: after which they were taken last; None if they
         were let go since.
     """
 
-    def __init__(self, stepper: Stepper, every: int) -> None:
-        self.stepper, self.every = stepper, every
+    def __init__(self, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]], every: int, *,
+                 runs_code: bool = True) -> None:
+        """
+        Args:
+            tensors: This rank's own ones, by what they are in a message.
+            runs_code: Whether the job's code runs before they are compared.
+        """
+        self.tensors, self.every = tensors, every
         self.step: int | None = None
+        self._first_step = None if runs_code else 0
         self._written: set[str] = set()
-        self._is_first = True
         self._noted: list[_Noted] = []
         self._prints = torch.empty(0, dtype=torch.int64)
 
+    def is_due(self, step: int) -> bool:
+        """Whether fingerprints are taken after this step, counted from 1."""
+        return self._first_step in (None, step) or step % self.every == 0
+
     def note(self, step: int) -> None:
-        """This step, counted from 1, was taken."""
-        if self._is_first or step % self.every == 0:
-            self._noted = [_Noted(name, tensor, tensor._version) for name, tensor in _tensors(self.stepper)
+        """An update of this step was made."""
+        if self.is_due(step):
+            self._first_step = step if self._first_step is None else self._first_step
+            self._noted = [_Noted(name, tensor, tensor._version) for name, tensor in self.tensors()
                            if name not in self._written]
             self._prints, self.step = _prints(self._noted), step
 
-    def check(self) -> None:
+    def changed(self) -> list[str]:
+        """What changed unseen since, by name, if there is something to compare that is to stay."""
+        if self.step is None:
+            return []
+        differs = (_prints(self._noted) != self._prints).nonzero().flatten().tolist()
+        changed = [each.name for each in map(self._noted.__getitem__, differs) if each.tensor._version == each.writes]
+        if self.step == self._first_step:
+            self._written |= set(changed)
+            return []
+        return changed
+
+    def check(self, mesh: Mesh, device: torch.device) -> None:
         """Compare, if there is something to compare. Collective over all ranks.
 
         Raises:
@@ -67,44 +90,54 @@ class StateAtRest:
         """
         if self.step is None:
             return
-        differs = (_prints(self._noted) != self._prints).nonzero().flatten().tolist()
-        changed = [each.name for each in map(self._noted.__getitem__, differs) if each.tensor._version == each.writes]
-        if self._is_first:
-            self._written |= set(changed)
-            return
-        mesh = self.stepper.mesh
-        flags = torch.zeros(mesh.world_size, dtype=torch.int64, device=self.stepper.device)
+        changed = self.changed()
+        flags = torch.zeros(mesh.world_size, dtype=torch.int64, device=device)
         flags[mesh.rank] = len(changed)
         if mesh.world_size > 1:
             dist.all_reduce(flags)
-        ranks = flags.nonzero().flatten().tolist()
-        if ranks:
-            raise self._error(ranks, changed)
+        if ranks := flags.nonzero().flatten().tolist():
+            error = self.error(ranks, changed)
+            error.heard = mesh.rank not in ranks  # type: ignore[attr-defined]
+            raise error
 
     def forget(self) -> None:
         """An update follows: the tensors are let go."""
-        self._noted, self.step, self._is_first = [], None, False
+        self._noted, self.step = [], None
 
-    def _error(self, ranks: Sequence[int], changed: Sequence[str]) -> DriftError:
+    def error(self, ranks: Sequence[int], changed: Sequence[str], after: str = "the update of") -> DriftError:
+        """ranks: whose memory changed. changed: what of this one's. after: what of the step, in words."""
         what = f"{changed[0]} and {len(changed) - 1} more" if len(changed) > 1 else "".join(changed) or "its state"
-        error = DriftError(
-            f"on {' and '.join(f'rank {rank}' for rank in ranks)}, {what} changed after the update of step "
+        return DriftError(
+            f"on {' and '.join(f'rank {rank}' for rank in ranks)}, {what} changed after {after} step "
             f"{self.step}, and nothing was seen to write to it; no update was made with it",
             hint="faulty memory; or code of yours that writes through .data or NumPy between two updates, but not "
                  "between the first two. No checkpoint has it: --resume goes on from the newest one")
-        error.heard = self.stepper.mesh.rank not in ranks  # type: ignore[attr-defined]
-        return error
 
 
-def _tensors(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's own parts, by what they are in a message. Weights are left out that forwards write to."""
-    for name, p in stepper.local_parameters.items():
-        if name not in stepper.edits.names:
+def of_updates(owner: StateOwner, edited: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """What only updates write to, and buffers. Statistics of normalisations are left out, which a layer that was frozen
+    before may begin to write.
+
+    edited: names of weights that forwards were seen to write to.
+    """
+    for name, p in owner.local_parameters.items():
+        if name not in edited:
             yield from _memory(f"'{name}'", p.detach())
-    for name in stepper.optimizer_state.local_parameters():
-        for key, value in stepper.optimizer_state.by_parameter(name):
+    for name in owner.optimizer_state.local_parameters():
+        for key, value in owner.optimizer_state.by_parameter(name):
             if isinstance(value, torch.Tensor):
                 yield from _memory(f"the optimizer's {key} of '{name}'", value)
+    statistics = {buffer for module in owner.model.modules() if isinstance(module, _NormBase)
+                  for buffer in module.buffers(recurse=False)}
+    for name, buffer in owner.model.named_buffers():
+        if buffer not in statistics:
+            yield from _memory(f"the buffer '{name}'", buffer)
+
+
+def buffers_of(owner: StateOwner) -> Iterator[tuple[str, torch.Tensor]]:
+    """What nothing writes to between a step's end and the next forward."""
+    for name, buffer in owner.model.named_buffers():
+        yield from _memory(f"the buffer '{name}'", buffer)
 
 
 def _memory(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,7 +146,7 @@ def _memory(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:
             yield from _memory(f"{part} of {name}", getattr(tensor, part))
-    elif tensor.layout == torch.strided and tensor.numel():
+    elif tensor.layout == torch.strided and tensor.numel() and not (tensor.is_meta or tensor.is_inference()):
         yield name, tensor
 
 

@@ -178,13 +178,11 @@ class TrainRequest:
         from paceline.planner.resolve import devices_of
         from paceline.runtime.drivers import fault_policy, train_rank
         from paceline.runtime.loop import Settings
-        from paceline.runtime.recheck import refuse_unchecked
         from paceline.strategies.compose import load
         from paceline.verbs.early import refuse_early
 
         job, resolved, chosen = self.job, self.resolved, self.chosen
         refuse_unwatched(options.get("on_spike"), job, resolved.plan, saves=options.get("save_every") is not None)
-        refuse_unchecked(options.get("recheck_every"), job, resolved.plan)
         load(resolved.plan)
         priced = price(job, resolved, chosen, snapshot=options.get("save_every") is not None)
         launcher = Launcher(current(), resolved.cluster.devices, timeout_s=timeout_s,
