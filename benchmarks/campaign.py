@@ -3,11 +3,10 @@
     python -m benchmarks.campaign [--runs 100] [--first 0] [--controls 30] [--cuts] [--json FILE]
     python -m benchmarks.campaign --read FILE...
 
-A run has a seed, which gives its plan and its one to four faults. Bits flip under all plans but those with servers,
-which do not look for that; the others compare what ranks compute and keep in each step. A control has no fault, and
-must end without a word. With --cuts each rank is on a host of its own (network namespaces, as root), and the first
-fault of a run cuts one off, for good or for a while. --read prints the table of what earlier commands wrote with
---json.
+A run has a seed, which gives its plan and its one to four faults. Ranks compare what they compute and keep in each
+step, so that bits that flip are found under all plans. A control has no fault, and must end without a word. With
+--cuts each rank is on a host of its own (network namespaces, as root), and the first fault of a run cuts one off, for
+good or for a while. --read prints the table of what earlier commands wrote with --json.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from paceline.launch.faults import ON_ONE_HOST, Fault, Kind, draw
 PLANS = ("single", "data=2", "shard=2", "pipeline=2", "tensor=2", "place=auto parts=2", "data=2 local=3",
          "server=1 workers=2", "server=1 workers=2 staleness=2", "data=2 shard=2")
 PLANS_OF_HOSTS = ("data=3", "shard=3", "pipeline=3", "tensor=3", "data=3 local=3")
-FLIPS_ARE_LOST = ("server=1 workers=2", "server=1 workers=2 staleness=2")
 KINDS_ON_HOSTS: tuple[Kind, ...] = ("kill", "stop", "slow", "raise", "preempt")  # beside the cut
 BACK_S = 12.0  # after which a host that is not cut off for good is back
 STEPS, SAVE_EVERY, TIMEOUT_S = 24, 6, 5.0
@@ -58,8 +56,7 @@ def drawn(seed: int, *, num_faults: int, cuts: bool) -> tuple[str, list[Fault]]:
     """The plan and the faults of a run."""
     plans = PLANS_OF_HOSTS if cuts else PLANS
     plan, source = plans[seed % len(plans)], random.Random(seed)
-    kinds = KINDS_ON_HOSTS if cuts else tuple(
-        kind for kind in ON_ONE_HOST if plan not in FLIPS_ARE_LOST or kind != "flip")
+    kinds = KINDS_ON_HOSTS if cuts else ON_ONE_HOST
     if not cuts or not num_faults:
         return plan, draw(num_faults, seed=seed, world_size=pl.Plan.parse(plan).world_size, steps=STEPS, kinds=kinds)
     is_back = source.random() < 0.5
@@ -73,7 +70,7 @@ def rehearsed(seed: int, *, num_faults: int, cuts: bool) -> dict[str, Any]:
     plan, faults = drawn(seed, num_faults=num_faults, cuts=cuts)
     with tempfile.TemporaryDirectory() as where, contextlib.redirect_stderr(sys.stdout):
         outcome = pl.rehearse(job(), plan, faults, run=Path(where) / "run", save_every=SAVE_EVERY, timeout_s=TIMEOUT_S,
-                              recheck_every=None if cuts or plan in FLIPS_ARE_LOST else 1)
+                              recheck_every=None if cuts else 1)
     ranks = {fault.rank for fault in faults}
     told = [message for message in outcome.messages if not message.startswith(("it was ended", "stopped by"))]
     return {"seed": seed, "faults": [str(fault) for fault in faults], **outcome.to_dict(),

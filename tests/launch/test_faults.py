@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -56,15 +57,42 @@ def test_a_bit_of_the_next_update_flips(tmp_path):
     weight = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     flips = injector(tmp_path, "flip 0@1")
-    flips.strike(1, "forward")
+    for each in (flips, injector(tmp_path, "kill 9@9", "flip 0@1")):  # two wait for the update
+        each.strike(1, "forward")
     for _ in range(2):
         weight.grad = torch.zeros(2, 3)
         optimizer.step()
     written = weight._version
+    flips.strike(1, "input")
+    other = Thread(target=flips.strike, args=(1, "optimizer"))
+    other.start()
+    other.join()
+    flips.strike(2, "input")  # on a thread that does not update
     assert (weight == 1).all()
-    flips.strike(2, "input")
+    flips.strike(2, "optimizer")
+    flips.strike(3, "input")
     assert weight._version == written  # it is no write that torch sees
     assert (weight != 1).sum() == 1 and weight[0, 0] != 1
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_bit_of_weights_that_a_rank_never_updates_flips(tmp_path, updates: bool):
+    """Between a forward and a backward, as other weights come before the next forward."""
+    model = torch.nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    flips = injector(tmp_path, "flip 0@2")
+    flips.strike(2, "optimizer")
+    if updates:
+        model.weight.grad = torch.zeros(2, 3)
+        torch.optim.SGD([model.weight], lr=0.0).step()
+    for step in (3, 4):
+        flips.strike(step, "forward")
+        model(torch.ones(4, 3))
+        if step == 3:
+            flips.strike(3, "backward")
+    assert torch.equal(model.weight, before)
+    flips.strike(4, "backward")
+    assert int((model.weight != before).sum()) == (not updates)
 
 
 def test_a_bit_of_the_next_gradient_flips(tmp_path):

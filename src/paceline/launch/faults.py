@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +44,7 @@ ON_ONE_HOST: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "cut")
 PHASES = ("input", "forward", "backward", "reduce", "optimizer", "save")  # in which faults strike
 _GRADIENTS = "gradients"  # in the place of a flip's phase: what its next backward computes
 _STRIKES_IN: dict[str | None, str | None] = {_GRADIENTS: "forward"}
-_AT_REST = ("input", "save")  # when nothing writes to weights
+_AT_REST = ("input", "save")  # when nothing writes to the weights that a thread updates
 _OWN_WORK = ("input", "forward", "backward", "optimizer")
 _AT = re.compile(r"(\d+)@(\d+)(?::([a-z]+))?(?:\+(\d+(?:\.\d+)?))?")
 _TIMES = re.compile(r"(\d+):(\d+(?:\.\d+)?)x")
@@ -131,6 +132,9 @@ class FaultInjector:
             fault.kind == "slow" or not _path(run_dir, number).exists())}
         self._before: tuple[str, float] | None = None
         self._flips: list[Any] = []  # weights of which a bit flips when the rank has gone on from its update
+        self._updating: int | None = None  # the thread that updates: a rank may serve on one and work on another
+        # Weights of a rank that may never update: in which step, and what it has updated since.
+        self._pulled: list[tuple[int, Any, list[Any]]] = []
 
     def strike(self, step: int, phase: str) -> None:
         """The rank begins a phase of a step.
@@ -140,8 +144,14 @@ class FaultInjector:
         """
         if phase not in PHASES or step < 1:
             return
-        while self._flips and phase in _AT_REST:
+        if phase == "optimizer":
+            self._updating = threading.get_ident()
+        while self._flips and phase in _AT_REST and threading.get_ident() == self._updating:
             _flip(self._flips.pop(), 0)
+        if self._pulled and phase == "backward" and step > self._pulled[-1][0] + 1:
+            _, weight, updated = self._pulled.pop()
+            if not updated:
+                _flip(weight, 0)
         for number, fault in list(self._waiting.items()):
             if fault.kind == "slow":
                 self._slow_down(number, fault, step, phase)
@@ -149,7 +159,7 @@ class FaultInjector:
                     fault.kind != "tear" or len(_complete(self.run_dir)) > 1):  # one is left to go on from
                 del self._waiting[number]
                 if self._note(number, fault, step, phase):
-                    self._do(fault)
+                    self._do(fault, step)
 
     def _slow_down(self, number: int, fault: Fault, step: int, phase: str) -> None:
         if self._before is None:
@@ -169,11 +179,13 @@ class FaultInjector:
             return False
         return True
 
-    def _do(self, fault: Fault) -> None:
+    def _do(self, fault: Fault, step: int) -> None:
         if fault.kind == "raise":
             raise RuntimeError(f"a scripted fault: {fault}")
-        if fault.kind == "flip":
-            _flip_gradient() if fault.phase == _GRADIENTS else _after_update(self._flips.append)
+        if fault.kind == "flip" and fault.phase == _GRADIENTS:
+            _at_forward(_flip_gradient)
+        elif fault.kind == "flip":
+            self._flip_weight(step)
         elif fault.kind == "cut":
             _cut(fault.heals_s)
         elif fault.kind == "disk_full":
@@ -187,6 +199,18 @@ class FaultInjector:
             pid = self.launcher_pid if fault.kind in ("tear", "kill_launcher") else os.getpid()
             number = {"stop": signal.SIGSTOP, "preempt": signal.SIGTERM}.get(fault.kind, signal.SIGKILL)
             os.kill(pid, number)
+
+    def _flip_weight(self, step: int) -> None:
+        """When the rank has gone on from its next update. If it makes none in a step, it pulls its weights: then one
+        flips between a forward and a backward, as others come before the next forward."""
+        updated: list[Any] = []
+
+        def note(weight: Any) -> None:
+            updated.append(weight)
+            self._flips.append(weight)
+
+        _after_update(note)
+        _at_forward(lambda weight: self._pulled.append((step, weight, updated)))
 
 
 def _path(run_dir: Path, number: int) -> Path:
@@ -207,34 +231,45 @@ def _after_update(tell: Callable[[Any], None]) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    has_told = False
+
     def updated(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        handle.remove()
-        weight = next(p for group in optimizer.param_groups for p in group["params"]).detach()
+        nonlocal has_told
+        if has_told:  # it stays registered: torch goes through all such hooks now
+            return
+        has_told, weight = True, next(p for group in optimizer.param_groups for p in group["params"]).detach()
         tell(weight.to_local() if hasattr(weight, "to_local") else weight)
 
-    handle = register_optimizer_step_post_hook(updated)
+    register_optimizer_step_post_hook(updated)
 
 
-def _flip_gradient() -> None:
-    """Flip such a bit of the gradient that this process's next backward computes of the first module to be called: of
-    its greatest element, as a change of a small one may be rounded away where others are added."""
+def _at_forward(tell: Callable[[Any], None]) -> None:
+    """Tell of the weight of the first module that this process calls next."""
     import torch
     from torch.nn.modules.module import register_module_forward_hook
 
     def called(module: torch.nn.Module, args: Any, output: Any) -> None:
         weight = next((p for p in module.parameters() if p.requires_grad and not hasattr(p, "to_local")), None)
         if weight is not None and torch.is_grad_enabled():
-            handles.pop().remove()
-            handles.append(weight.register_hook(flip))
+            handle.remove()
+            tell(weight)
+
+    handle = register_module_forward_hook(called)
+
+
+def _flip_gradient(weight: Any) -> None:
+    """Flip such a bit of the gradient that comes next: of its greatest element, as a change of a small one may be
+    rounded away where others are added."""
+    import torch
 
     def flip(gradient: torch.Tensor) -> torch.Tensor:
-        handles.pop().remove()
+        handle.remove()
         gradient = gradient.clone() if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
         values = gradient._values() if gradient.is_sparse else gradient
         _flip(values, int(values.abs().argmax()))
         return gradient
 
-    handles: list[Any] = [register_module_forward_hook(called)]
+    handle = weight.register_hook(flip)
 
 
 def _flip(tensor: Any, place: int) -> None:

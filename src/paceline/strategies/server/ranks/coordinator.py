@@ -34,6 +34,7 @@ from paceline.runtime.loop import (
 )
 from paceline.runtime.optimizers.schedule import check_monitored, waits_for_evaluations
 from paceline.runtime.order import split
+from paceline.runtime.recheck import log_state_alone
 from paceline.runtime.refusals import check_loss, check_used
 from paceline.strategies.server.clock import LEASES, Clock
 from paceline.strategies.server.exchange.serve import listen_to
@@ -143,6 +144,8 @@ class Coordinator(Server):
         self.meetings = Meetings.of(job.optimizers, shards, num_workers=sync.workers,
                                     number=self.version) if job.models else None
         self.clock = self._begin_clock()
+        if self.at_rest is not None:
+            log_state_alone("servers keep the weights")
 
     def _begin_clock(self) -> Clock:
         sync = servers_of(self.plan)

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from paceline.runtime.follow import follow
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.runtime.order import Order
+from paceline.runtime.state_at_rest import StateAtRest, of_updates
 from paceline.strategies.server.exchange.serve import Acceptor, ShardEvents, ShardService, ShardTerms, listen_to
 from paceline.strategies.server.exchange.wire import Connection, Peer, Role, WireError, connect, listen
 from paceline.strategies.server.history import History
@@ -68,6 +70,9 @@ class Server:
         if settings.run_dir is not None:
             self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
             state.refuse_unsaveable(self.shelf)  # now, not after an hour
+        self.at_rest: StateAtRest | None = None
+        if every := settings.rechecks_every:
+            self.at_rest = StateAtRest(partial(of_updates, self.shelf), every, runs_code=False)
         self.copier: Copier | None = None
         if context.copies is not None:
             self.copier = Copier(context, context.copies, num_ranks=min(sync.server, context.local_world_size))
@@ -114,6 +119,7 @@ class Server:
         elif "end" in order:
             self._end_step(order)
         elif "open" in order:
+            self._leave_rest()
             self.exchange.open(order["open"], order["scale"])
         elif "drop" in order:
             self.exchange.drop(order["drop"])
@@ -133,6 +139,7 @@ class Server:
         """Begin this server's part of a checkpoint: from a copy, or from the tensors themselves if nothing changes them
         any more. Returns the seconds it took from the updates."""
         self.check_history(self.version)
+        self._check_at_rest()
         if self.writer is None:
             return 0.0
         self.context.beat("save")
@@ -145,6 +152,7 @@ class Server:
         """Leave a copy of this server's part where the next ranks find it if one of these is lost. figures: what server
         0 knows of the run beside its state."""
         assert self.copier is not None
+        self._check_at_rest()
         document = None
         if figures is not None:
             document = state.document(self.shelf, step=self.step, samples=figures["samples"]) | {
@@ -174,9 +182,32 @@ class Server:
             raise TrainingError(f"server {self.number} applied {self.history}, where the updates before {end} are due",
                                 hint="this is a bug in paceline; please report it")
 
+    def _check_at_rest(self) -> None:
+        """
+        Raises:
+            DriftError: memory changed since the last update. What is being saved is from before, and is saved first.
+        """
+        if self.at_rest is not None and (changed := self.at_rest.changed()):
+            if self.writer is not None:
+                self.writer.wait()
+            raise self.at_rest.error([self.context.rank], changed)
+
+    def _leave_rest(self) -> None:
+        """An update follows."""
+        self._check_at_rest()
+        if self.at_rest is not None:
+            self.at_rest.forget()
+
+    def _rest(self) -> None:
+        """An update was made, and gradients of the next one come in."""
+        if self.at_rest is not None:
+            self.at_rest.note(self.context.step)
+        self.context.beat("input")
+
     def _make(self, order: dict[str, Any]) -> None:
-        self.context.beat("optimizer")
+        self._leave_rest()
         self.context.step = self.step + 1
+        self.context.beat("optimizer")
         self.history.add(order["turn"])
         observer, shelf = self.settings.observer, self.shelf
         step, _ = self.turns.place(order["turn"])
@@ -194,9 +225,12 @@ class Server:
         self.version += 1
         if self.writer is not None:
             self.writer.poll()
+        self._rest()
 
     def _step_optimizer(self, order: dict[str, Any]) -> None:
         """An update within a step of the job's own."""
+        self._leave_rest()
+        self.context.step = self.step + 1
         self.context.beat("optimizer")
         shelf = self.shelf
         shelf.take_gradient(order["update"], scale=1.0, unused=order["unused"])
@@ -207,9 +241,11 @@ class Server:
         with self.exchange.making:
             shelf.step_optimizer(order["optimizer"], clip=order["clip"])
             self.exchange.made(order["update"], version=order["update"] + 1)
+        self._rest()
 
     def _end_step(self, order: dict[str, Any]) -> None:
         """A step of the job's own is over: its updates are made, and followers move."""
+        self._leave_rest()
         self.context.step = self.step + 1
         self.history.add(order["end"])
         observer, shelf = self.settings.observer, self.shelf
@@ -225,6 +261,7 @@ class Server:
         self.version += 1
         if self.writer is not None:
             self.writer.poll()
+        self._rest()
 
     def _restore(self) -> History:
         """Where the run goes on: from a copy, a checkpoint, or the begin."""

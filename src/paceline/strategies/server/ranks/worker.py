@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from paceline.runtime.loss import Tally
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.order import Order, Window
 from paceline.runtime.refusals import check_loss
+from paceline.runtime.state_at_rest import StateAtRest, of_updates
 from paceline.runtime.stepper import Stepper
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
@@ -84,6 +85,9 @@ class Worker:
             self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
             self.stepper.synchronisers += [self.rows, self.pusher]
         self.observed_step: int | None = None
+        self.at_rest: StateAtRest | None = None
+        if every := settings.rechecks_every:
+            self.at_rest = StateAtRest(partial(of_updates, self.stepper), every)
         self.has_looked_at_attributes = False
         self.unserved = {name: (SeenValue(tensor), tensor._version) for name, tensor in self._unserved().items()}
         self.is_over = threading.Event()
@@ -97,7 +101,13 @@ class Worker:
                              num_workers=servers_of(self.plan).workers)
         stepper.loss_number = self.number
         stepper.part = DataShard(self.settings.shares, self.number, self.plan.num_microbatches)
-        stepper.step_sync, stepper.named_update = served, served.update
+
+        def update(optimizer: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+            self._check_weights()
+            served.update(optimizer, parameters)
+            self._note_weights()
+
+        stepper.step_sync, stepper.named_update = served, update
         return served
 
     def _send_zeros_for_frozen(self, tables_of_rows: Collection[str]) -> None:
@@ -176,14 +186,33 @@ class Worker:
             observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
             self.observed_step = step
         self.pusher.update = self.rows.update = order["lease"]
-        if self.arrivals.are_here():
+        is_checked = self.at_rest is not None and self.at_rest.is_due(self.context.step)
+        if is_checked or self.arrivals.are_here():
             self.arrivals.settle()
+        self._note_weights()
         with self.arrivals.watched(self.stepper.model):
             _, used = self.stepper.backward(window, batches, step=step, part=order["part"], beat=self.context.beat,
                                             tell=partial(self._tell_loss, order, batches))
+        self._check_weights()
         self._check_unserved()
         return {"finished": order["lease"], "version": self.arrivals.version,
                 "unused": sorted(self.stepper.parameters.keys() - used)}
+
+    def _note_weights(self) -> None:
+        """All weights are there, and nothing writes to them before others come."""
+        if self.at_rest is not None:
+            self.at_rest.note(self.context.step)
+
+    def _check_weights(self) -> None:
+        """
+        Raises:
+            DriftError: memory changed since.
+        """
+        if self.at_rest is None:
+            return
+        if changed := self.at_rest.changed():
+            raise self.at_rest.error([self.context.rank], changed, after="it had the weights for")
+        self.at_rest.forget()
 
     def _begin_at(self, version: int) -> None:
         """The weights after so many steps of the job's own: servers send those that they update, and followers, which
@@ -208,7 +237,9 @@ class Worker:
         if observer is not None:
             observer.samples(step, batches)
             observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
+        self._note_weights()
         result = self.stepper.step(window, batches, step=step, beat=self.context.beat)
+        self._check_weights()
         self._check_unserved()
         loss, = result.losses
         if observer is not None:
