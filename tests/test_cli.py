@@ -18,7 +18,16 @@ import paceline
 from paceline import doctor
 from paceline.cli import app
 from paceline.doctor import Finding
-from paceline.errors import ClusterError, MissingPackage, OutOfMemory, PacelineError, PeerLost, PlanError, Preempted
+from paceline.errors import (
+    ClusterError,
+    MissingPackage,
+    OutOfMemory,
+    PacelineError,
+    PeerLost,
+    PlanError,
+    Preempted,
+    UsageError,
+)
 
 FIGURES = {"plan": "data=2", "world_size": 2, "steps": 1200, "samples": 38400, "samples_per_s": 12345.6,
            "final_loss": 0.25, "validation_loss": None, "metrics": {"accuracy": 0.97}, "wall_s": 3.2,
@@ -152,6 +161,21 @@ def test_stdout_is_the_result_alone(job_file: str):
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=buffered)
     assert json.loads(ran.stdout) == {"steps": 3}
     assert sorted(ran.stderr.splitlines()) == ["from C", "from a child", "from the job"]
+
+
+def test_the_end_of_the_process_loses_nothing():
+    """What others do at exit is done, what they print is written, and the exit code stays. libtorch's destructors,
+    which come after all that, do not run."""
+    code = ("import atexit, sys; from paceline.cli import main\n"
+            "class Late:\n"
+            "    def __del__(self): sys.__stderr__.write('destroyed'); sys.__stderr__.flush()\n"
+            "sys.late = Late(); sys.argv = ['paceline', 'train', 'nothing.py']\n"
+            "try: main()\n"
+            "finally: atexit.register(print, 'at exit')")
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=buffered)
+    assert (ran.returncode, ran.stdout) == (UsageError.exit_code, "at exit\n")
+    assert "there is no file nothing.py" in ran.stderr and "destroyed" not in ran.stderr
 
 
 @pytest.mark.parametrize(("variables", "printed"), [
