@@ -99,6 +99,7 @@ class Capture:
     values: everything that passes between pieces, by name.
     inputs: names of the model's own inputs, flat; None for one that is no tensor.
     outputs: of the model, flat: names of values, or constants wrapped in `Constant`.
+    has_constants: whether pieces have tensors of their own, which the forward has made or found outside of the model.
     """
 
     pieces: tuple[Piece, ...]
@@ -107,6 +108,7 @@ class Capture:
     outputs: tuple[str | Constant, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
+    has_constants: bool = False
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The model's inputs by name."""
@@ -319,8 +321,9 @@ class _Reader:
                                    node in differentiable)
                   for node in self.graph.nodes if node.name in crossing}
         outputs = tuple(arg.name if isinstance(arg, fx.Node) else Constant(arg) for arg in output.args[0])
+        has_constants = bool(self.constants) or any(node.op == "get_attr" for node in self.graph.nodes)
         return Capture(pieces, values, tuple(self.inputs), outputs, self.in_spec,
-                       self.exported.call_spec.out_spec)
+                       self.exported.call_spec.out_spec, has_constants)
 
     def _runs(self) -> list[tuple[str, list[fx.Node]]]:
         """Nodes in order, grouped by the module call that they belong to."""

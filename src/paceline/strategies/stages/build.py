@@ -52,7 +52,8 @@ def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mes
     assignment = assigned(model, captured.example, plan, samples=basis.microbatch_samples,
                           state_factor=basis.state_factor(), devices=basis.devices, precision=basis.precision)
     if here != device:
-        captured = replace(captured, example=_captured_on(device, model, use, captured.opaque))
+        captured = replace(captured, example=_captured_on(device, model, use, captured.opaque),
+                           batch=use.example(EXAMPLE_SAMPLES))
     split = TensorSplit()
     if plan.axes.tensor > 1:
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -93,7 +94,7 @@ def _captured(model: nn.Module, use: ModelUse, device: torch.device) -> tuple[Ca
         refuse_readers(model, *batch.arguments(), functions={
             name: partial(_of_output, function, batch.target) for name, function in use.functions.items()},
             running=use.running)
-    return CapturedModel(example, opaque, findings.changing, notes), here
+    return CapturedModel(example, batch, opaque, findings.changing, notes), here
 
 
 def _captured_on(device: torch.device, model: nn.Module, use: ModelUse, opaque: OpaqueModules) -> Capture:

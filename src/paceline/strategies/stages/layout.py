@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -86,11 +86,12 @@ def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
 class CapturedModel:
     """A model's forward.
 
-    example: of a training batch. opaque: modules that are taken whole. changing: buffers that a forward changes, by
-    name. notes: to show when a run begins.
+    example: of a training batch. batch: that one. opaque: modules that are taken whole. changing: buffers that a
+    forward changes, by name. notes: to show when a run begins.
     """
 
     example: Capture
+    batch: Batch
     opaque: OpaqueModules
     changing: Collection[str] = ()
     notes: Sequence[str] = ()
@@ -164,6 +165,8 @@ class Stages:
                        sorted({tuple(at) for _, at in self.ties})}
         self.place, self.sparse = place, sparsely_trained(template)
         self.extents: dict[str, Extent] = {}
+        if not captured.opaque.outputs and not example.has_constants:  # which the model's first runs may have changed
+            self.captures[self._signature(captured.batch)] = self._cut_for_training(split.in_parts(example))
 
     def let_go(self) -> None:
         """A model may still refer to what it doesn't hold, as Keras's do: it finds one element in that shape."""
@@ -224,17 +227,21 @@ class Stages:
 
     def _staged(self, batch: Batch) -> Staged:
         """The capture for a batch of this shape, cut; made when the shape is first seen."""
-        args, kwargs = batch.arguments()
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        key = (self.template.training, str(spec),
-               tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in flat))
+        key = self._signature(batch)
         if key not in self.captures:
+            args, kwargs = batch.arguments()
             with self.context():
                 captured = capture(self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors)
             captured = self.split.in_parts(renamed(captured, self.first_name))
             cut_for_mode = self._cut_for_training if self.template.training else self._cut_for_evaluation
             self.captures[key] = cut_for_mode(captured)
         return self.captures[key]
+
+    def _signature(self, batch: Batch) -> Hashable:
+        """What batches have in common that one capture is for."""
+        flat, spec = pytree.tree_flatten(batch.arguments())
+        return (self.template.training, str(spec),
+                tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in flat))
 
     def prepare_evaluation(self, batch: Batch) -> None:
         """Capture the model as it runs in an evaluation of a batch like this.
