@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
-from preloaded import OF_FORKS, use_huge_pages
+from preloaded import OF_FORKS, capture_once, use_huge_pages
 
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
@@ -32,19 +32,19 @@ from paceline.verbs import checks, prediction
 load_modules(OF_FORKS)
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
 torch.set_num_threads(1)  # ranks are forks, and the tests' sums are small
+capture_once()
 
 # The same examples everywhere and always, however busy the machine is.
 settings.register_profile("suite", deadline=None, database=None, derandomize=True, max_examples=50)
 settings.load_profile("suite")
 
-collect_ignore = ["keras/keras_models.py", "trainer_callbacks.py"]  # a search for doctests would import them
 _HERE = Path(__file__).parent
 _CHECK, _PREDICT, _RUN_BESIDE = checks.first_update, prediction._predict, aside.run_beside
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
               "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
 
 
-# Files that take over 30 s. They begin first: one that began last would run alone at the end.
+# Files that take long, or are among the last: they begin first, as one that began last would run alone at the end.
 _LONGEST = (
     "devices/test_pretended_cuda.py", "verify/test_split.py", "strategies/test_tensor_split.py",
     "study/test_search_on_ray.py", "study/test_search.py", "profile/test_blocks.py", "verify/test_certificates.py",
@@ -53,7 +53,15 @@ _LONGEST = (
     "devices/test_verify_on_gpus.py", "verify/test_servers.py", "corpus/test_corpus.py", "launch/test_local.py",
     "test_live_state.py", "test_failures.py", "test_transformers_trainer.py", "test_planning.py",
     "launch/test_liveness.py", "runtime/test_phases.py", "runtime/test_spikes.py", "devices/test_message_order.py",
-    "launch/test_watch.py", "callbacks/test_control.py")
+    "launch/test_watch.py", "callbacks/test_control.py", "planner/test_remedies.py", "keras/test_keras_fit.py",
+    "verify/test_servers_killed.py", "verify/test_what_is_no_error.py", "verify/test_parity.py", "test_examples.py",
+    "verify/test_random_streams.py", "test_resume.py", "verbs/test_rehearsal.py")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Doctests are in the sources: a search of the tests for them takes time, and would import Keras."""
+    return [collector for collector in (yield) if type(collector) is pytest.Module]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

@@ -17,6 +17,18 @@ _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # of Linux 6.1 and later
 
 
+def capture_once() -> None:
+    """Capture a small model. The first capture of a process takes twice as long as others, and each rank would make a
+    first one."""
+    import torch
+
+    from paceline.capture.graph import capture
+
+    with torch.random.fork_rng():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.LayerNorm(2)).double()
+    capture(model, (torch.ones(2, 2, dtype=torch.float64),), {})
+
+
 def use_huge_pages() -> None:
     """Put this process's memory into huge pages, where the kernel can: a fork copies an entry for each page, and each
     launch of ranks forks three times and more."""

@@ -24,7 +24,7 @@ from paceline.plans import Plan
 from paceline.strategies.server.keys import Servers
 from paceline.verbs.planning import Answer
 
-WIDTH, BATCH = 64, 8
+WIDTH, BATCH = 64, 4
 
 
 class Net(nn.Module):
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.out = nn.Linear(WIDTH, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ def test_plans_that_are_here_are_tried():
 def test_micro_batches_that_a_model_refuses_are_no_reason_to_stop():
     """A batch norm of one value a channel can't be trained; plans with larger micro-batches are ranked."""
     def model() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4)))
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)))
 
     answer = paceline.plan(_job(model, batch=16), "2xcpu", calibrate_s=0)
 

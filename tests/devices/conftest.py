@@ -36,5 +36,5 @@ def shop(tmp_path_factory: pytest.TempPathFactory, workshops: Workshops, num_gpu
 def placement(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two parts of the job "blocks", by name."""
     file = tmp_path_factory.mktemp("placement") / "parts.toml"
-    file.write_text('[parts]\n0 = ["*", "blocks.5"]\n1 = ["blocks.2", "blocks.3", "last"]\n')
+    file.write_text('[parts]\n0 = ["*", "blocks.3"]\n1 = ["blocks.1", "blocks.2", "last"]\n')
     return str(file)

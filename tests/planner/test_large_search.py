@@ -107,7 +107,7 @@ def test_the_published_layout_is_near_our_own_best():
 def test_pruning_changes_nothing():
     """The same plans with the same figures, whether or not what is surely too large was played."""
     limits = Limits(256, layers=126, tensor=2)
-    pruned, whole = searched(32, limits), searched(32, limits, prunes=False)
+    pruned, whole = searched(16, limits), searched(16, limits, prunes=False)
 
     assert pruned.ranked == whole.ranked and pruned.too_large == whole.too_large
     assert (pruned.num_tried, pruned.refused) == (whole.num_tried, whole.refused)

@@ -21,7 +21,7 @@ from paceline.sizes import DecoderSize
 from paceline.strategies.shard import strategy
 from paceline.strategies.shard.exchange import InPlaceGather
 
-SIZE = DecoderSize(layers=2, hidden=32, heads=2, ffn=64, vocab=50, sequence=12)
+SIZE = DecoderSize(layers=1, hidden=32, heads=2, ffn=64, vocab=50, sequence=12)
 
 
 class Uses(nn.Module):
@@ -94,7 +94,7 @@ def job(model: Callable[[], nn.Module] = lambda: Decoder(SIZE), **changes: Any) 
     draws = torch.Generator().manual_seed(3)
     tokens = torch.randint(50, (24, 13), generator=draws)
     fields: dict[str, Any] = {
-        "model": model, "data": TensorDataset(tokens[:, :-1], tokens[:, 1:]), "batch": 8, "steps": 3,
+        "model": model, "data": TensorDataset(tokens[:, :-1], tokens[:, 1:]), "batch": 8, "steps": 2,
         "loss": lambda output, target: F.cross_entropy(output.flatten(0, 1).float(), target.flatten()),
         "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2), "precision": "bf16",
         "validation": TensorDataset(tokens[:6, :-1], tokens[:6, 1:])}
@@ -153,7 +153,7 @@ def test_bits_are_those_of_float32_gathers(model: Callable[[], nn.Module], plan:
 def test_gathers_of_a_small_gpt_have_little_more_than_half_of_the_bytes(tmp_path: Path,
                                                                         monkeypatch: pytest.MonkeyPatch):
     """Embeddings and norms stay in float32. The planner counts the bytes that are sent."""
-    made = job(lambda: Decoder(DecoderSize(layers=4, hidden=64, heads=4, ffn=256, vocab=50, sequence=12)), steps=1,
+    made = job(lambda: Decoder(DecoderSize(layers=2, hidden=128, heads=4, ffn=512, vocab=50, sequence=12)), steps=1,
                validation=None)
     gathered = _count_gathers(tmp_path / "bytes", monkeypatch)
     trained(made, "shard=2 zero=2", tmp_path / "run")

@@ -190,7 +190,7 @@ class TwoNets(nn.Module):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=4", "pipeline=2 microbatches=4 schedule=interleaved",
                                   "pipeline=2 microbatches=4 schedule=zero-bubble", "tensor=2 accumulate=4"])
-@in_turn(lambda plan: stateful_job(TwoNets), reference="single accumulate=4")
+@in_turn(lambda plan: stateful_job(TwoNets, batch=8), reference="single accumulate=4")
 def test_other_stages_use_what_was_written_for_their_micro_batch():
     """The next micro-batch's forward may have written again by then."""
 

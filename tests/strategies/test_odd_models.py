@@ -28,7 +28,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize("name", EXACT)
-@in_turn(lambda name, plan: odd.job_of(EXACT[name]))
+@in_turn(lambda name, plan: odd.job_of(EXACT[name], batch=12 if name == "running statistics" else 2))
 def test_what_is_exact() -> None:
     """Parameters and buffers, with and without the model's own state."""
 
@@ -48,7 +48,7 @@ def test_recomputed_parts_change_their_state_once() -> None:
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=3 schedule=gpipe"])
-@in_turn(lambda plan: odd.job_of(lambda: odd.Net(odd.Averaging)), reference="single accumulate=3")
+@in_turn(lambda plan: odd.job_of(lambda: odd.Net(odd.Averaging), batch=6), reference="single accumulate=3")
 def test_several_forwards_before_a_backward() -> None:
     """A later micro-batch doesn't change what an earlier one has kept, as one device computes them one by one."""
 
@@ -58,7 +58,7 @@ def test_several_forwards_before_a_backward() -> None:
         pytest.param(model, plan, marks=pytest.mark.slow) for model, plan in (
             (lambda: odd.Net(odd.ActivatedInPlace), "tensor=2"), (odd.EditedMask, "tensor=2"),
             (odd.EditedMask, "pipeline=2 microbatches=1")))])
-@in_turn(lambda model, plan: odd.job_of(model))
+@in_turn(lambda model, plan: odd.job_of(model, batch=2))
 def test_values_edited_in_place() -> None:
     """An edit is not cut off from what it edits."""
 
@@ -74,7 +74,7 @@ def test_values_edited_in_place_in_parts(model: Callable[[], nn.Module], tmp_pat
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["pipeline=2 shard=2 microbatches=1", "pipeline=2 microbatches=1"])
-@in_turn(lambda plan: odd.job_of(odd.TiedThrice))
+@in_turn(lambda plan: odd.job_of(odd.TiedThrice, batch=4))
 def test_a_weight_of_three_modules() -> None:
     """Two of them on one rank, where it is whole, so that it is whole on the other too."""
 
@@ -168,7 +168,8 @@ def weighted() -> paceline.Job:
     torch.manual_seed(0)
     net = odd.Net()
     net.register_buffer("weights", torch.rand(4))
-    return odd.job_of(lambda: net, loss=lambda output, target: ((output - target).square() * net.weights).mean())
+    return odd.job_of(lambda: net, batch=2,
+                      loss=lambda output, target: ((output - target).square() * net.weights).mean())
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=1"])

@@ -55,6 +55,12 @@ def job(width: int = 8):
 """
 
 
+def checked(job: paceline.Job, plan: str) -> FirstUpdate:
+    """What a run would say of its first update, before it trains."""
+    asked = resolve(job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None)
+    return check_first_update(job, asked, timeout_s=60)
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -119,9 +125,8 @@ def test_a_loss_that_keeps_a_state_is_refused_where_the_batch_is_cut(plan: str, 
 
 @pytest.mark.parametrize(("loss", "plan"), [(Warming, "tensor=2"), (Numbered, "data=2"),
                                              (lambda: flipping, "data=2")])
-def test_losses_whose_state_does_no_harm(loss: Any, plan: str, tmp_path: Path) -> None:
-    summary = paceline.train(make_job(loss=loss()), plan, run=tmp_path / "run")
-    assert summary["check"]["verdict"] == "passed"
+def test_losses_whose_state_does_no_harm(loss: Any, plan: str) -> None:
+    assert checked(make_job(loss=loss()), plan).verdict == "passed"
 
 
 class GoesOn(torch.nn.Module):
@@ -143,8 +148,7 @@ def test_a_state_with_a_row_for_each_sample_is_refused_where_the_batch_is_cut(tm
     """The first update would show nothing of it; an activation that is only kept does no harm."""
     with pytest.raises(PlanRefused, match=r"keeps 'state' of shape \(8, 3\) from one batch"):
         paceline.train(make_job(lambda: GoesOn(reads=True)), "data=2", run=tmp_path / "reads")
-    summary = paceline.train(make_job(lambda: GoesOn(reads=False)), "data=2", run=tmp_path / "looks")
-    assert summary["check"]["verdict"] == "passed"
+    assert checked(make_job(lambda: GoesOn(reads=False)), "data=2").verdict == "passed"
 
 
 def test_a_wrong_gradient_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +200,8 @@ def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: 
     with nudged weights, for each replica's part of the batch with the weights as they are and with nudged ones, and to
     look at the loss by itself."""
     job = make_job(lambda: Counted(tmp_path, coupled=coupled), steps=1)
-    asked = resolve(job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None)
 
-    found = check_first_update(job, asked, timeout_s=60)
+    found = checked(job, "data=2")
 
     assert found.verdict == ("coupled" if coupled else "passed")
     assert len(list(tmp_path.iterdir())) == forwards
@@ -207,9 +210,8 @@ def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: 
 def test_the_note_of_a_loss_that_is_no_mean_shows_the_replacement() -> None:
     """A run that is not what one device computes says which loss to write, before it trains."""
     job = make_job(loss=lambda output, target: F.cross_entropy(output, target, ignore_index=0), steps=1)
-    asked = resolve(job, Plan.read("data=3"), devices=None, procs=None, memory=None, environment=None)
 
-    found = check_first_update(job, asked, timeout_s=60)
+    found = checked(job, "data=3")
 
     assert found.verdict == "coupled"
     assert "def loss(output, target):\n        return (F.cross_entropy(output, target, ignore_index=0" in found.reason

@@ -19,7 +19,7 @@ import paceline
 class Blocks(nn.Module):
     """Blocks with a skip over all of them and a parameter without dimensions, which FSDP leaves whole."""
 
-    def __init__(self, *, drop: float = 0.0, width: int = 16, depth: int = 6, outputs: int = 4) -> None:
+    def __init__(self, *, drop: float = 0.0, width: int = 16, depth: int = 4, outputs: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(8, width)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width),
@@ -400,7 +400,7 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
                                              optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
     "huge": lambda: regression(lambda: Blocks(width=768, depth=8), precision="float32", steps=2,
                                optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
-    "thick": lambda: regression(lambda: Blocks(width=128, depth=8), precision="float32", steps=2,
+    "thick": lambda: regression(lambda: Blocks(width=184), precision="float32", steps=2,
                                 optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
     "large": lambda: regression(lambda: Blocks(width=128, depth=8), precision="float32", steps=2),
 }
