@@ -303,13 +303,16 @@ def test_buffers_that_forwards_write_to_are_no_finding(run_ranks: Any, tmp_path:
     assert trained(run_ranks, "single", tmp_path, every, job=job) == [None]
 
 
-@pytest.mark.parametrize(("name", "call", "says"), [
-    ("norm.running_mean", -5, "the buffer 'norm.running_mean' changed after the update of step 4"),
-    ("scale", 5, "the buffer 'scale' changed after the update of step 4")])
+@pytest.mark.parametrize(("name", "call", "says", "more"), [
+    ("norm.running_mean", -5, "the buffer 'norm.running_mean' changed after the update of step 4", {}),
+    ("norm.running_mean", -4, "the buffer 'norm.running_mean' changed after the update of step 3", {}),
+    ("norm.running_mean", -4, "the buffer 'norm.running_mean' changed after the update of step 3",
+     {"validation": make_job().data}),
+    ("scale", 5, "the buffer 'scale' changed after the update of step 4", {})])
 def test_a_buffer_that_flips_is_found(run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
-                                      call: int, says: str):
-    """Statistics before they are saved, and what no forward writes to in a forward, too: in the second of a step, which
-    is the one that counts."""
+                                      call: int, says: str, more: dict[str, Any]):
+    """Statistics before they are saved, before the next forward and before an evaluation; what no forward writes to in
+    a forward, too: in the second of a step, which is the one that counts."""
     called: list[nn.Module] = []
     calls: list[int] = []
 
@@ -329,7 +332,7 @@ def test_a_buffer_that_flips_is_found(run_ranks: Any, tmp_path: Path, monkeypatc
         flip(-1 - called[-1].calls)
 
     monkeypatch.setattr(Writer, "poll", poll)
-    ((said, _),) = trained(run_ranks, "single", tmp_path, 1, job=make_job(Late), alter=alter, save_every=2)
+    ((said, _),) = trained(run_ranks, "single", tmp_path, 1, job=make_job(Late, **more), alter=alter, save_every=2)
     assert f"on rank 0, {says}" in said
     checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=print)
     assert checkpoint is not None and checkpoint.step == (4 if call > 0 else 2)

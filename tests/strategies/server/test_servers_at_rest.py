@@ -133,7 +133,8 @@ def own_job(flips: str = "", optimizer: Any = torch.optim.AdamW, model: Any = nn
 
     names = ("first", "second")
     return pl.Job(models={name: lambda: model(6, 3) for name in names}, step=step,
-                  optimizers={name: lambda named: optimizer(named, lr=0.05) for name in names},
+                  optimizers={"first": lambda named: torch.optim.AdamW(named, lr=0.05),
+                              "second": lambda named: optimizer(named, lr=0.05)},
                   followers={"average": pl.ema("first", 0.9)}, data=make_job().data, batch=12, steps=8)
 
 
