@@ -19,6 +19,7 @@ from paceline.planner.problem import with_memory
 from paceline.planner.rank import RankedPlans, search
 from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan
+from paceline.profile.profile import Profile
 from paceline.software import PACELINE
 
 SIZE = DecoderSize(126, 16384, 128, 53248, 128256, sequence=8192, kv_heads=8, form="llama")
@@ -38,14 +39,14 @@ def tflops(step_s: float) -> float:
     return FLOPS_PER_TOKEN * BATCH * SIZE.sequence / (step_s * NODES * 8) / 1e12
 
 
-def searched(nodes: int, limits: Limits, *, prunes: bool = True) -> RankedPlans:
+def searched(nodes: int, limits: Limits, *, profile: Profile = PROFILE, prunes: bool = True) -> RankedPlans:
     cluster = Cluster.parse(f"{nodes}x8xH100")
 
     def price(plan: Plan) -> Estimate:
-        return estimate(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM)
+        return estimate(profile, plan, cluster, batch=limits.batch, precision="bf16", software=PROGRAM)
 
     def least(plan: Plan, enough_bytes: float) -> int:
-        return least_missing_bytes(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM,
+        return least_missing_bytes(profile, plan, cluster, batch=limits.batch, precision="bf16", software=PROGRAM,
                                    enough_bytes=enough_bytes)
 
     return search(price, limits, DeviceCounts(8 * nodes, 8), *((least,) if prunes else ()))
@@ -104,14 +105,21 @@ def test_the_published_layout_is_near_our_own_best():
     assert (8, 16, 128) in {(plan.axes.tensor, plan.axes.pipeline, plan.replicas) for plan in near}
 
 
-def test_pruning_changes_nothing():
+# Of 8 billion parameters: some plans fit on eight GPUs, and others do not.
+SMALL = decoder_profile(DecoderSize(32, 4096, 32, 14336, 128256, sequence=8192, kv_heads=8, form="llama"),
+                        PROGRAM.formats, PROGRAM.kernels)
+
+
+@pytest.mark.parametrize(("profile", "nodes", "limits"), [
+    (SMALL, 1, Limits(16, layers=32)),
+    pytest.param(PROFILE, 32, Limits(256, layers=126, tensor=2), marks=pytest.mark.slow)], ids=["8B", "405B"])
+def test_pruning_changes_nothing(profile: Profile, nodes: int, limits: Limits):
     """The same plans with the same figures, whether or not what is surely too large was played."""
-    limits = Limits(256, layers=126, tensor=2)
-    pruned, whole = searched(16, limits), searched(16, limits, prunes=False)
+    pruned, whole = (searched(nodes, limits, profile=profile, prunes=prunes) for prunes in (True, False))
 
     assert pruned.ranked == whole.ranked and pruned.too_large == whole.too_large
     assert (pruned.num_tried, pruned.refused) == (whole.num_tried, whole.refused)
-    assert pruned.too_large
+    assert pruned.too_large and pruned.ranked
 
 
 def test_what_is_missing_at_least_is_never_more_than_what_is_missing():
