@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 from paceline.launch.faults import KINDS, Fault, Kind
 from paceline.launch.namespaces import NoNamespaces
+from paceline.runtime.folder import read_failure
 from paceline.verbs.rehearsal_on_hosts import HostsRehearsal
 
 SURVIVED: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "flip")  # replicas find that, and it stays
@@ -23,6 +25,13 @@ def job(steps: int = 12) -> pl.Job:
     return pl.Job(model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), data=pairs,
                   loss=nn.functional.mse_loss, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), batch=6,
                   steps=steps, precision="float64")
+
+
+class Unused(nn.Linear):
+    """A layer that its loss needs only in part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
 
 
 def test_a_rank_and_a_launcher_that_die_cost_time_alone(paceline_rehearse):
@@ -51,6 +60,14 @@ def test_bits_of_a_server_and_a_worker_that_flip_are_found(paceline_rehearse):
 def test_a_fault_that_does_not_strike_is_told(paceline_rehearse):
     outcome = paceline_rehearse(job(4), "single", "kill 0@9")
     assert outcome.effects[0].step is None and "did not strike" in outcome.describe()
+
+
+def test_an_undisturbed_run_that_fails_is_told_with_its_hint(tmp_path):
+    """There is nothing to compare with, so what its failure says to do is all that helps."""
+    unused = replace(job(), model=lambda: Unused(3, 2))
+    with pytest.raises(pl.PacelineError, match=r"(?s)undisturbed run failed: rank 0 .*hint: ") as caught:
+        pl.rehearse(unused, "single", run=tmp_path)
+    assert caught.value.hint == read_failure(tmp_path / "undisturbed")["hint"]
 
 
 def test_what_cannot_be_rehearsed_is_refused(tmp_path):

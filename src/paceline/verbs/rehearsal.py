@@ -213,7 +213,7 @@ def _undisturbed(launch: Launch, run_dir: Path, options: dict[str, Any]) -> None
     """
     code, message = launch(run_dir, options)
     if code:
-        raise PacelineError(f"the undisturbed run failed: {message}")
+        raise PacelineError(f"the undisturbed run failed: {message}", hint=folder.read_failure(run_dir).get("hint"))
 
 
 def _other_plans(run_dir: Path, plan: Plan) -> list[Plan]:

@@ -324,6 +324,19 @@ def test_a_full_disk_fails_the_save_on_every_rank(
     assert newest_step(tmp_path) == 1
 
 
+def test_a_failure_that_is_not_of_space_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that may not be so large is cut short on a disk with any space."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(write, "write_tensors", fail)
+    [writer] = writers(tmp_path, 1)
+    writer.save(1, pieces_of("w", W))
+    with pytest.raises(CheckpointError, match=r"(?s)File too large\n.*hint: .*ulimit -f"):
+        writer.wait()
+
+
 def test_poll_raises_a_failure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`poll` is silent while a save runs, raises when it has failed, and is silent again after."""
     failed = threading.Event()

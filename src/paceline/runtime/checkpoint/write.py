@@ -505,17 +505,18 @@ def _explained(error: Exception, what: str, path: Path, needed_bytes: int) -> Ch
     if not isinstance(error, OSError):
         return CheckpointError(f"{what} to {path}: {type(error).__name__}: {error}")
     folder, free_bytes = _disk_of(path)
+    why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why += f" ({_readable(needed_bytes)} needed, {_readable(free_bytes)} free)"
         hint = "free some space or use another folder (--run DIR)"
+    elif error.errno == errno.EFBIG:
+        hint = f"raise the limit of a file's size, of this process (ulimit -f) or of what {folder} is on"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = f"make {folder} writable for this user, or use another folder (--run DIR)"
     else:
         hint = f"check {error.filename or folder}"
-    return CheckpointError(
-        f"{what} to {path}: {error.strerror or error} ({_readable(needed_bytes)} needed, "
-        f"{_readable(free_bytes)} free)",
-        hint=f"{hint}; checkpoints that were complete before are untouched",
-    )
+    return CheckpointError(f"{what} to {path}: {why}",
+                           hint=f"{hint}; checkpoints that were complete before are untouched")
 
 
 def _disk_of(path: Path) -> tuple[Path, int]:
