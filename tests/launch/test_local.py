@@ -199,14 +199,16 @@ def test_the_only_rank_dies(run_ranks: Callable[..., Any]):
         run_ranks(lambda context: os.kill(os.getpid(), signal.SIGKILL), 1)
 
 
-def test_the_process_that_forks_ranks_dies(run_ranks: Callable[..., Any]):
-    """Its ranks die with it, and the run ends as if they had been killed."""
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_the_process_that_forks_ranks_dies(run_ranks: Callable[..., Any], capfd: Any, restarts: int):
+    """Its ranks die with it, and nothing can start them again: the run says so, and how to go on."""
     def body(context: Any) -> None:
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)
 
-    with pytest.raises(RankFailed, match="it was killed by SIGKILL"):
-        run_ranks(body, 1)
+    with pytest.raises(RankFailed, match=r"(?s)the process that forks ranks was killed, .*hint: .*--resume goes on"):
+        run_ranks(body, 2, restarts=restarts)
+    assert "start again" not in capfd.readouterr().err
 
 
 def test_a_program_that_ends_itself(run_ranks: Callable[..., Any]):

@@ -219,11 +219,13 @@ def ended_by(cause: Failure, log: str | None, interrupted: Sequence[int]) -> Ran
     return error
 
 
-def killed(rank: int, exit_code: int | None, sign: Heartbeat) -> Failure:
-    """The report of a rank that ended without one: a signal, or an exit nobody expected."""
+def killed(rank: int, exit_code: int | None, sign: Heartbeat, *, with_server: bool = False) -> Failure:
+    """The report of a rank that ended without one: a signal, or an exit nobody expected. with_server: whether it ended
+    because the fork server did."""
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
-        how = f"it was killed by {name}"
+        how = "the process that forks ranks was killed, and all ranks with it" if with_server else (
+            f"it was killed by {name}")
         if name == "SIGKILL":
             how += "\n\nhint: if nobody sent it, the kernel may have run out of memory (see dmesg); " \
                    "--resume goes on from the last checkpoint"

@@ -250,9 +250,10 @@ class _Ranks:
                 f"({self.num_spares} spare{'s' * (self.num_spares != 1)} left)")
 
     def may_restart(self, failure: Failure) -> bool:
-        """Whether who died, or hung, or lost its device while there is a spare one, is to be started again."""
+        """Whether who died, or hung, or lost its device while there is a spare one, is to be started again, and can."""
         may_help = failure.kind == PeerLost.__name__ or (failure.lost_device and self.num_spares > 0)
-        return may_help and self.launch.restarts > 0 and not self.interrupted and (
+        can = self.launch.restarts > 0 and not self.interrupted and not self.processes.is_server_lost
+        return may_help and can and (
             self.fruitless[failure.rank] < FRUITLESS_RESTARTS or failure.step > self.furthest[failure.rank])
 
     def _note_restart(self, lost: set[int], failure: Failure, measure: str) -> None:
@@ -348,7 +349,8 @@ class _Ranks:
                 rank.failure = replace(alone, message=f"rank {number} was {alone.message}")
             else:
                 mismatch = self.launch.board.verbs.mismatch(number, sign.step) if ended_by == signal.SIGABRT else ""
-                rank.failure = different_verbs(number, mismatch, sign) if mismatch else killed(number, code, sign)
+                rank.failure = different_verbs(number, mismatch, sign) if mismatch else killed(
+                    number, code, sign, with_server=self.processes.is_server_lost)
 
     def _listen(self, number: int, message: Message) -> None:
         """Let the listener hear what a rank says, and pass on what it answers."""

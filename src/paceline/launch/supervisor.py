@@ -44,12 +44,13 @@ class _Process:
 class Supervisor:
     """Runs `main(slot, line)` in processes. They end with this one, however that happens.
 
-    Not for use by several threads at once.
+    Not for use by several threads at once. is_server_lost: the fork server was found killed, and its forks with it.
     """
 
     def __init__(self, main: Main) -> None:
         end_openmp_threads()
         self._processes: dict[int, _Process] = {}
+        self.is_server_lost = False
         self._socket, server_end = socket.socketpair()
         self._server: Any = multiprocessing.get_context("fork").Process(
             target=_serve, args=(main, server_end, self._socket, os.getpid()))
@@ -146,6 +147,7 @@ class Supervisor:
             line, descriptors, _, _ = socket.recv_fds(self._socket, _LINE_BYTES, 1)
             if line:
                 return json.loads(line), descriptors
+        self.is_server_lost = True
         raise PeerLost("the process that forks ranks was killed", hint="see dmesg: memory may have run out")
 
 
