@@ -53,7 +53,7 @@ def test_each_host_meets_each_other_once_in_each_direction(num_hosts: int):
     assert all(len(set(chain(*pairs))) == 2 * len(pairs) for pairs in played)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_three_hosts_of_this_machine():
     """The first hears of all links, the others of their own."""
     port = free_port()
