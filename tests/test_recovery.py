@@ -96,6 +96,26 @@ def test_a_run_outlives_the_death_of_a_rank(tmp_path: Path, plan: str, capfd: py
     assert "all ranks start again" in capfd.readouterr().err
 
 
+class FatalToWorkers(Fatal):
+    """Data that kills the first loader worker that reads one of its samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        if torch.utils.data.get_worker_info() is not None and index == 17 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return SAMPLES[index]
+
+
+def test_a_run_outlives_the_death_of_a_loader_worker(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    train(tmp_path / "whole", "single")
+    killing = replace(job_of(None, 0), data=FatalToWorkers(tmp_path / "killed", 0))
+    pl.train(killing, "single", run=tmp_path / "run", check=False, table=False, loader_workers=1)
+    assert (tmp_path / "killed").exists()
+    expected, found = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "run"))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert "rank 0: a process that reads its data was killed" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("plan", "server"), [
     ("server=2 workers=2 staleness=2", 0), pytest.param("server=2 workers=2", 1, marks=pytest.mark.slow),
     pytest.param("server=2 workers=3 staleness=inf", 1, marks=pytest.mark.slow),

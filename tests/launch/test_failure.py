@@ -119,6 +119,15 @@ def test_what_a_rank_hears_of_a_peer(text: str):
     assert (found.heard, found.exit_code) == (True, PeerLost.exit_code)
 
 
+@pytest.mark.parametrize("text", [
+    "DataLoader worker (pid 123) is killed by signal: Killed. ", "DataLoader worker (pid(s) 4355) exited unexpectedly"])
+def test_a_loader_worker_that_is_killed_is_a_lost_process(text: str):
+    """Nothing raised an error, so the rank may start again as if it had been killed itself."""
+    found = report(RuntimeError(text))
+    assert (found.kind, found.heard, found.exit_code, found.trace) == ("PeerLost", False, PeerLost.exit_code, "")
+    assert found.message.startswith("a process that reads its data was killed") and "--loader-workers" in found.message
+
+
 @pytest.mark.parametrize("error", [ConnectionRefusedError("Connection refused"), TimeoutError("timed out after 9 s"),
                                    BrokenPipeError("Broken pipe")])
 def test_the_users_own_network_is_not_a_peer(error: Exception):

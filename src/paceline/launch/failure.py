@@ -32,6 +32,10 @@ _MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough 
 # Source: "CUDA Runtime API", data types, cudaError.
 _DEVICE_WORDS = ("uncorrectable ecc error", "uncorrectable nvlink error", "no cuda-capable device is detected",
                  "cuda-capable device(s) is/are busy or unavailable")
+# What torch says of a process of a data loader that ended without an exception.
+_LOADER_WORDS = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
+_LOADER_HINT = ("if nobody killed it, the kernel may have run out of memory (see dmesg): --loader-workers N sets how "
+                "many there are; --resume goes on from the last checkpoint")
 # Errors of kernels. The host hears of them at a later call, which is then taken for their place.
 _LATE_WORDS = ("device-side assert", "illegal memory access", "misaligned address", "unspecified launch failure",
                "illegal instruction")
@@ -147,8 +151,12 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     lost_device = isinstance(error, RuntimeError) and any(words in lowered for words in _DEVICE_WORDS)
     if lost_device:
         heard, message, trace = False, f"its GPU failed: {text.partition(chr(10))[0]}\n\nhint: {_DEVICE_HINT}", ""
+    kind = type(error).__name__
+    if isinstance(error, RuntimeError) and _LOADER_WORDS.match(str(error)):
+        kind, exit_code, heard, where, trace = PeerLost.__name__, PeerLost.exit_code, False, "", ""
+        message = f"a process that reads its data was killed: {str(error).strip()}\n\nhint: {_LOADER_HINT}"
     culprit = getattr(error, "rank", None) if isinstance(error, PeerLost) else None
-    return Failure(rank if culprit is None else culprit, socket.gethostname(), type(error).__name__, message, exit_code,
+    return Failure(rank if culprit is None else culprit, socket.gethostname(), kind, message, exit_code,
                    heard, sign.step, sign.phase, where, trace, time.time(), lost_device)
 
 
