@@ -323,6 +323,16 @@ def test_all_ranks_start_again(run_ranks: Callable[..., Any], capfd: pytest.Capt
     assert raised.value.exit_code == 4
 
 
+def test_a_hung_rank_is_named_once_when_all_start_again(run_ranks: Callable[..., Any],
+                                                        capfd: pytest.CaptureFixture[str]):
+    def body(context: Any) -> None:
+        if context.num_starts == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    run_ranks(body, 1, restarts=1, timeout_s=1.0)
+    assert capfd.readouterr().err.startswith("rank 0: it gave no sign of life for 1 s (its process is stopped")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_starts_again_alone(run_ranks: Callable[..., Any], number: int, monkeypatch: pytest.MonkeyPatch):
     """One that the others go on without, whether it dies or says nothing more."""

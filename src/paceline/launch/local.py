@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import signal
 import sys
@@ -264,7 +265,7 @@ class _Ranks:
         self.furthest[rank] = max(self.furthest[rank], failure.step)
         self.launch = replace(self.launch, restarts=restarts, deaths=tuple(
             deaths + (number in lost) for number, deaths in enumerate(self.launch.deaths)))
-        why = failure.message.partition("\n")[0]
+        why = re.sub(rf"^rank {rank}\b(?!,)", "it", failure.message.partition("\n")[0])
         if failure.trace:
             print(failure.describe(), file=sys.stderr)
         print(f"rank {rank}: {why}; {measure} ({restarts} restart{'s' * (restarts != 1)} left)",
