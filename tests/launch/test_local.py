@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -191,6 +192,22 @@ def test_a_rank_is_preempted_before_it_can_save(run_ranks: Callable[..., Any], n
     with pytest.raises(RankFailed, match=rf"rank 0 was stopped by {number.name} in start") as found:
         run_ranks(lambda context: os.kill(os.getpid(), number), 1)
     assert found.value.exit_code == Preempted.exit_code and found.value.failure.reason == "preempted"
+
+
+@pytest.mark.timeout(100)
+def test_a_process_group_that_nothing_refers_to(run_ranks: Callable[..., Any]):
+    """A script that trained with DistributedDataParallel leaves its group in a cycle. If a rank collected that, it
+    would wait for threads of the group that are not in its process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gc.disable()
+    try:
+        cycle: list[Any] = [dist.group.WORLD]
+        cycle.append(cycle)
+        dist.destroy_process_group()
+        del cycle
+        assert run_ranks(lambda context: gc.collect() >= 0, 1) == [True]
+    finally:
+        gc.enable()
 
 
 def test_the_only_rank_dies(run_ranks: Callable[..., Any]):

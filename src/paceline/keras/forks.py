@@ -17,7 +17,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Protocol
 
 from paceline.keras.copies import packed, unpacked
-from paceline.launch.fork import die_with, end_openmp_threads
+from paceline.launch.fork import die_with, prepare_to_fork
 from paceline.launch.fresh import in_a_fresh_process
 
 Life = Callable[[Connection], None]
@@ -52,7 +52,7 @@ class OwnForks:
         self._forks: list[_OwnFork] = []
 
     def fork(self, live: Life, device: str) -> Fork:
-        end_openmp_threads()
+        prepare_to_fork()
         self._forks = [fork for fork in self._forks if not fork.connection.closed]
         process, parent_end = _forked(live, [fork.connection for fork in self._forks])
         self._forks.append(_OwnFork(process, parent_end))

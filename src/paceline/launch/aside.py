@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from paceline.launch import signals
-from paceline.launch.fork import die_with, end_openmp_threads, refuse_used_cuda
+from paceline.launch.fork import die_with, prepare_to_fork, refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.process import set_up_heap, use_threads
 
@@ -38,7 +38,7 @@ def aside(work: Callable[[], None]) -> Iterator[Callable[[], bool]]:
         PacelineError: CUDA is already in use in this process, which forks can't share.
     """
     refuse_used_cuda()
-    end_openmp_threads()
+    prepare_to_fork()
     sys.stdout.flush()
     sys.stderr.flush()
     parent_pid, pid = os.getpid(), os.fork()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -241,6 +242,21 @@ def refuse_used_cuda() -> None:
         raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
                             hint=f"{keras * ('keras' in sys.modules)}call train before anything touches the GPU, or "
                                  "counts GPUs as torch.cuda.is_available() does; or use the paceline command")
+
+
+def prepare_to_fork() -> None:
+    """Let go of what threads of this process work for: a fork inherits it, but not the threads."""
+    end_openmp_threads()
+    drop_process_groups()
+
+
+def drop_process_groups() -> None:
+    """Collect groups of gloo that nothing refers to, such as the one of a DistributedDataParallel model that is gone.
+
+    The collector of a fork would find them too. Their destructor waits for ever there, for threads of this process.
+    """
+    if any("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm")):
+        gc.collect()
 
 
 def end_openmp_threads() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.errors import PeerLost
 from paceline.launch import signals
-from paceline.launch.fork import die_with, end_openmp_threads
+from paceline.launch.fork import die_with, prepare_to_fork
 from paceline.launch.messages import Line, Message
 
 _LINE_BYTES = 4096
@@ -48,7 +48,7 @@ class Supervisor:
     """
 
     def __init__(self, main: Main) -> None:
-        end_openmp_threads()
+        prepare_to_fork()
         self._processes: dict[int, _Process] = {}
         self.is_server_lost = False
         self._socket, server_end = socket.socketpair()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from paceline.errors import PacelineError, UsageError
 from paceline.jobfile import AnyJob, open_job
 from paceline.launch.faults import Fault, draw, struck
-from paceline.launch.fork import die_with, end_openmp_threads
+from paceline.launch.fork import die_with, prepare_to_fork
 from paceline.plans import Plan
 from paceline.runtime import folder, journal
 from paceline.verbs.audit import Audit, audit
@@ -245,7 +245,7 @@ def _launch_on_hosts(ask: Callable[[Plan], TrainRequest], plan: Plan, run_dir: P
 
 def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tuple[int, str]:
     """Train in a process of its own, as faults may kill it. Returns its exit code and what it ended with."""
-    end_openmp_threads()
+    prepare_to_fork()
     parent_end, child_end = multiprocessing.Pipe(duplex=False)
     process: Any = multiprocessing.get_context("fork").Process(target=_be_launcher,
                                                                args=(request, run_dir, options, child_end, os.getpid()))

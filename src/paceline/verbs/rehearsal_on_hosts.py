@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.faults import Fault
-from paceline.launch.fork import die_with, end_openmp_threads
+from paceline.launch.fork import die_with, prepare_to_fork
 from paceline.launch.hosts import Host
 from paceline.launch.namespaces import NetworkHost, network_hosts
 from paceline.launch.succession import Standing
@@ -50,7 +50,7 @@ class HostsRehearsal:
             NoNamespaces: there can be no hosts here. UsageError, PlanError: without these hosts the run can't go on.
         """
         self._refuse()
-        end_openmp_threads()
+        prepare_to_fork()
         with network_hosts(self.plan.world_size) as hosts:
             launched = [self._start(index, host, hosts[0].address) for index, host in enumerate(hosts)]
             ended = [_ending(*each) for index, each in enumerate(launched) if index not in self.lost]
