@@ -577,6 +577,8 @@ def test_a_scheduler_at_any_moment(run_dir: Path, whole_run: Path, tmp_path: Pat
     os.kill(int(pid.read_text()) if to_rank else child.pid, number)
     assert child.exit_code() == 5, child.stderr
     assert "stopped by" in child.stderr and "--resume goes on" in child.stderr
+    if phase == "evaluate":
+        assert re.search(r"stopped by SIGTERM to rank 1 after step \d", child.stderr)
     paceline.train(a_job(), "data=2", run=run_dir, resume=True)
     assert_equal_models(run_dir, whole_run)
 

@@ -975,12 +975,14 @@ def _evaluate(run: _Run) -> None:
 
 
 def _stop(run: _Run) -> None:
-    """Save where the run is and leave, because it was asked to."""
+    """Save where the run is and leave, because it was asked to. Collective."""
+    context = run.context
+    number, rank = divmod(_greatest(run, (context.stop_signal or 0) * context.world_size + context.rank),
+                          context.world_size)
     saves = run.settings.run_dir is not None and run.settings.save_on_stop
     if saves:
         _save(run, last=True)
-    number = run.context.stop_signal
-    why = signal.Signals(number).name if number else "a signal to another rank"
+    why = signal.Signals(context.stop_signal or number).name + ("" if context.stop_signal else f" to rank {rank}")
     raise Preempted(f"stopped by {why} after step {run.step}" + ("; a checkpoint is saved" if saves else ""),
                     hint=f"the same command with --run {run.settings.run_dir} --resume goes on from here"
                     if saves else None)

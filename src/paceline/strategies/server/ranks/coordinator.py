@@ -42,7 +42,7 @@ from paceline.strategies.server.exchange.wire import Connection, Peer, Role, Wir
 from paceline.strategies.server.ranks.losses import Losses, staleness_of, updates_after
 from paceline.strategies.server.ranks.meetings import Meetings, Sums
 from paceline.strategies.server.ranks.messages import checked
-from paceline.strategies.server.ranks.roles import RankTask, Roles, servers_of
+from paceline.strategies.server.ranks.roles import RankTask, Roles, rank_of_worker, servers_of
 from paceline.strategies.server.ranks.server import Server
 from paceline.strategies.server.shards import Shard
 from paceline.waiting import waiting
@@ -102,7 +102,7 @@ class Coordinator(Server):
         self.evaluated: dict[str, float] = {}
         self.evaluated_step = -1
         self.saved_step = -1
-        self.stop_asked = False
+        self.stop_asked, self.stopped_rank = False, 0
         self.requests = Requests()
         self.told_epoch = -1
         self.epoch = 0
@@ -225,7 +225,8 @@ class Coordinator(Server):
         updates = updates_after(self.metrics, -1, offset=self._figures["metrics_bytes"]) if self.is_copied else (
             updates_after(self.metrics, self.step))
         self.losses.note("rolled_back", step=self.step, updates=updates)
-        self.display.say(f"{updates} updates were lost and are made again")
+        lost = "1 update was lost and is" if updates == 1 else f"{updates} updates were lost and are"
+        self.display.say(f"{lost} made again")
 
     @property
     def _is_complete(self) -> bool:
@@ -403,7 +404,8 @@ class Coordinator(Server):
             self.meetings.bring(worker, message)
             self._end_meeting()
             return
-        self.stop_asked |= bool(message.get("stop"))
+        if message.get("stop"):
+            self.stop_asked, self.stopped_rank = True, rank_of_worker(self.plan, worker)
         if "told" in message:
             self.reports.setdefault(message["told"], {})[worker] = message
             return
@@ -779,7 +781,7 @@ class Coordinator(Server):
             raise CallbackError(self.requests.failed)
         if self.step < self.total_steps and self.requests.stop is None:
             sent = self.context.stop_signal
-            why = signal.Signals(sent).name if sent else "a signal to another rank"
+            why = signal.Signals(sent).name if sent else f"a signal to rank {self.stopped_rank}"
             saved = self.settings.run_dir is not None
             raise Preempted(f"stopped by {why} after step {self.step}" + ("; a checkpoint is saved" if saved else ""),
                             hint=f"the same command with --run {self.settings.run_dir} --resume goes on from here"

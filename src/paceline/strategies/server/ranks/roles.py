@@ -35,9 +35,15 @@ class Roles:
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> Roles:
-        sync = servers_of(plan)
-        first_worker = 0 if sync.colocate == "yes" else sync.server
-        return cls(rank if rank < sync.server else None, rank - first_worker if rank >= first_worker else None)
+        first_worker = rank_of_worker(plan, 0)
+        return cls(rank if rank < servers_of(plan).server else None,
+                   rank - first_worker if rank >= first_worker else None)
+
+
+def rank_of_worker(plan: Plan, worker: int) -> int:
+    """By its number among workers."""
+    sync = servers_of(plan)
+    return worker + (0 if sync.colocate == "yes" else sync.server)
 
 
 def fault_policy(plan: Plan) -> FaultPolicy:
