@@ -637,6 +637,15 @@ def test_memory_of_a_snapshot_is_kept_and_can_be_taken_before(tmp_path: Path) ->
     assert torch.equal(open_checkpoint(tmp_path / "checkpoints" / "step-2").read("w"), tensor + 2)
 
 
+def test_a_late_reservation_overwrites_no_copy() -> None:
+    """The memory is written to before its first use, and never after a save has begun."""
+    snapshot, tensor = Snapshot(), torch.rand(2**20)
+    snapshot.begin()
+    copied = snapshot.copy(tensor)
+    snapshot.reserve(tensor.nbytes)
+    assert os.pread(copied.descriptor, tensor.nbytes, copied.offset) == bytes(files.bytes_of(tensor))
+
+
 def test_write_json_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A JSON file is replaced at once or not at all."""
     path = tmp_path / "summary.json"

@@ -20,7 +20,7 @@ from paceline.runtime.checkpoint.files import CopiedSource, bytes_of
 # Of a thread beside the steps, which so take at most 1.1 times as long: a busy core gives it a tenth of its time
 # (weights of 110 and 1024, sched_prio_to_weight in Linux's kernel/sched/core.c).
 _NICER = 10
-_RESERVED_BYTES = 16 * 2**20  # at a time, so that a save need not wait for more
+_RESERVED_BYTES = 2**20  # at a time: a save waits for no more, some 3 ms where memory was never used before
 
 
 class Snapshot:
@@ -29,23 +29,27 @@ class Snapshot:
     def __init__(self) -> None:
         self._descriptor = memory_file("paceline-save")
         self._end = 0  # of what was copied since `begin`
-        self._is_needed = threading.Event()
+        self._lock, self._is_needed = threading.Lock(), False
         weakref.finalize(self, os.close, self._descriptor)
 
     def reserve(self, num_bytes: int) -> None:
-        """Take so much memory from the system before the first save, unless that begins. On a thread of its own."""
-        if not hasattr(os, "posix_fallocate"):
-            return
+        """Take so much memory from the system before the first save, unless that begins. On a thread of its own.
+
+        It is written to, not only allocated: the host of a virtual machine gives memory when it is first written to.
+        """
         be_nice()
+        zeros = memoryview(bytes(_RESERVED_BYTES))
         with suppress(OSError):  # the save itself says what is missing
             for start in range(0, num_bytes, _RESERVED_BYTES):
-                if self._is_needed.is_set():
-                    return
-                os.posix_fallocate(self._descriptor, start, min(_RESERVED_BYTES, num_bytes - start))
+                with self._lock:
+                    if self._is_needed:
+                        return
+                    write_at(self._descriptor, zeros[:num_bytes - start], start)
 
     def begin(self) -> None:
         """Forget what was copied for the save before, which is written."""
-        self._is_needed.set()
+        with self._lock:
+            self._is_needed = True
         self._end = 0
 
     def copy(self, tensor: torch.Tensor) -> CopiedSource:
