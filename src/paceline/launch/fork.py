@@ -253,10 +253,17 @@ def prepare_to_fork() -> None:
 def drop_process_groups() -> None:
     """Collect groups of gloo that nothing refers to, such as the one of a DistributedDataParallel model that is gone.
 
-    The collector of a fork would find them too. Their destructor waits for ever there, for threads of this process.
+    The collector of a fork would find them too. Their destructor waits there for ever, for threads of this process.
     """
-    if any("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm")):
+    if any("gloo" in name for name in _thread_names()):
         gc.collect()
+
+
+def _thread_names() -> Iterator[str]:
+    """Of this process's threads, as the system knows them; none where it does not list them."""
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            yield path.read_text()
 
 
 def end_openmp_threads() -> None:
