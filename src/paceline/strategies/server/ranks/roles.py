@@ -71,23 +71,23 @@ class RankTask:
 class Rendezvous:
     """Where the processes of one training find each other; a launch may train several times, each under a key.
 
-    own: the address of the server of a rank that has no store, as it is the only one.
+    lone_server: the address of the server of a rank that has no store, as it is the only rank.
     """
 
     context: RankContext
     key: str
-    own: tuple[str, int] | None = None
+    lone_server: tuple[str, int] | None = None
 
     def announce(self, server: int, address: tuple[str, int]) -> None:
         if self.context.store is None:
-            self.own = address
+            self.lone_server = address
         else:
             self.context.store.set(f"{self.key}/server/{server}", json.dumps(address))
 
     def address(self, server: int) -> tuple[str, int]:
         """Where a server listens. Waits until it does."""
-        if self.own is not None:
-            return self.own
+        if self.lone_server is not None:
+            return self.lone_server
         assert self.context.store is not None
         with waiting:
             host, port = json.loads(self.context.store.get(f"{self.key}/server/{server}"))
