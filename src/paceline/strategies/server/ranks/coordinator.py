@@ -43,11 +43,10 @@ from paceline.strategies.server.ranks.losses import Losses, staleness_of, update
 from paceline.strategies.server.ranks.meetings import Meetings, Sums
 from paceline.strategies.server.ranks.messages import checked
 from paceline.strategies.server.ranks.roles import RankTask, Roles, rank_of_worker, servers_of
-from paceline.strategies.server.ranks.server import Server
+from paceline.strategies.server.ranks.server import LOOK_S, Server
 from paceline.strategies.server.shards import Shard
 from paceline.waiting import waiting
 
-_LOOK_S = 0.5  # between looks for a request to stop
 _MOST_ALSO = 64  # updates that a copy may have beside whole steps from the first on: a line of the journal lists them
 
 
@@ -280,7 +279,7 @@ class Coordinator(Server):
                 document = self.checkpoint.document if self.checkpoint is not None else {}
                 self._ask("start", callbacks=document.get("callbacks"), keeps=self.is_copied)
             while not self.over:
-                self._hear(self.inbox, timeout_s=_LOOK_S)
+                self._hear(self.inbox, timeout_s=LOOK_S)
                 self.stop_asked |= self.context.stop_signal is not None
                 self._give_up_silent()
                 self._tell_alive()
@@ -355,6 +354,8 @@ class Coordinator(Server):
             self.copying.discard(peer.number)
         elif "exported" in message:
             self.exported.add(peer.number)
+        elif "stop" in message:
+            self.stop_asked, self.stopped_rank = True, peer.number  # servers are the first ranks
         elif "left" in message:
             self.followers_left[peer.number] = message["left"]
 
@@ -693,7 +694,7 @@ class Coordinator(Server):
         self.exported.clear()
         self._order({"export": str(folder)})
         while len(self.exported) < len(self.followers):
-            self._hear(self.inbox, timeout_s=_LOOK_S)
+            self._hear(self.inbox, timeout_s=LOOK_S)
         return {"path": str(folder / CHECKPOINTS / f"step-{self.step}"), "is_temporary": True}
 
     def _keep_alive(self) -> None:
@@ -767,7 +768,7 @@ class Coordinator(Server):
         for number in list(self.workers):
             self._say(number, {"over": True, "version": self.clock.version})
         while not all(number in self.final_figures for number in self.workers):
-            self._hear(self.inbox, timeout_s=_LOOK_S)
+            self._hear(self.inbox, timeout_s=LOOK_S)
             self._give_up_silent()
         self.check_history(self.version)
         for connection in self.followers.values():
@@ -776,7 +777,7 @@ class Coordinator(Server):
             self.writer.wait()
             self._prune()
         while len(self.followers_left) < len(self.followers):
-            self._hear(self.inbox, timeout_s=_LOOK_S)
+            self._hear(self.inbox, timeout_s=LOOK_S)
         if self.requests.failed is not None:
             raise CallbackError(self.requests.failed)
         if self.step < self.total_steps and self.requests.stop is None:

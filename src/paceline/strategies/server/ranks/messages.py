@@ -46,6 +46,7 @@ _SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
         "alive": {"alive": _True},
         "copied": {"copied": _Count},
         "exported": {"exported": _Count},
+        "stop": {"stop": _True},
         "left": {"left": _ServerLeft},
     },
 }

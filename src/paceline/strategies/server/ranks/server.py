@@ -33,6 +33,8 @@ from paceline.strategies.server.ranks.update_order import UpdateOrder
 from paceline.strategies.server.shards import Shard, fingerprint
 from paceline.waiting import waiting
 
+LOOK_S = 0.5  # between looks for a request to stop
+
 _LAST = 2**62  # version of a run whose steps make as many updates as they like
 Event = tuple[Peer, "dict[str, Any] | Exception"]  # what a peer said, why it says no more, or what went wrong here
 
@@ -306,6 +308,7 @@ class Follower(Server):
     def __init__(self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...],
                  timeout_s: float = 60.0) -> None:
         self.coordinator: Connection | None = None
+        self.has_told_stop = False
         super().__init__(task, number=number, model=model, shards=shards)
         this_server = Peer(Role.SERVER, number, 0)
         self.coordinator = connect(task.rendezvous.address(0), this_server, secret=self.context.secret,
@@ -325,13 +328,22 @@ class Follower(Server):
         while not self.is_over.wait(self.context.timeout_s / 16):
             self.tell({"alive": True})
 
+    def _next_order(self) -> Any:
+        """What comes next from the coordinator, or the error that ended its connection. It hears of a signal to stop
+        that reached this rank alone."""
+        while True:
+            if self.context.stop_signal is not None and not self.has_told_stop:
+                self.has_told_stop = True
+                self.tell({"stop": True})
+            with waiting, suppress(queue.Empty):
+                return self.inbox.get(timeout=LOOK_S)[1]
+
     def run(self) -> dict[str, Any] | None:
         """Obey until the run is over."""
         assert self.coordinator is not None
         try:
             while True:
-                with waiting:
-                    _, order = self.inbox.get()
+                order = self._next_order()
                 if isinstance(order, Exception):
                     raise order
                 self.context.beat("reduce")
