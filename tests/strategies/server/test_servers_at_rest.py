@@ -128,7 +128,7 @@ def own_job(flips: str = "", optimizer: Any = torch.optim.AdamW, model: Any = nn
             ctx.backward(name, batch.input, lambda output, batch: nn.functional.cross_entropy(output, batch.target))
             ctx.update(name)
             if (name, ctx.step) == (flips, 4):
-                stepper = next(each for each in gc.get_objects() if isinstance(each, Stepper))
+                stepper = next(each for each in gc.get_objects() if issubclass(type(each), Stepper))
                 stepper.parameters["second.bias"].data.view(torch.int32)[0] ^= 1
 
     names = ("first", "second")
