@@ -285,9 +285,9 @@ def _open_imports(job_path: Path) -> None:
     another's. Their finders stay behind this one, for imports inside functions that run later.
     """
     earlier = [finder for finder in sys.meta_path if isinstance(finder, _Neighbours)]
-    for finder in earlier:
-        for name in [name for name in sys.modules if name.partition(".")[0] in finder.module_names]:
-            del sys.modules[name]
+    forgotten = {name for finder in earlier for name in finder.module_names}
+    for name in [name for name in sys.modules if name.partition(".")[0] in forgotten]:
+        del sys.modules[name]
     others = [finder for finder in sys.meta_path if not isinstance(finder, _Neighbours | _NeverItself)]
     other_finders = [finder for finder in earlier if finder.job_path.parent != job_path.parent]
     sys.meta_path[:] = [_NeverItself(job_path), *others, _Neighbours(job_path), *other_finders]

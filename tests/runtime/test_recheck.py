@@ -271,7 +271,8 @@ def test_optimizer_state_that_flips_is_found(run_ranks: Any, tmp_path: Path):
                 module.bias[0] *= 1.5
                 module.weight[0] += float(call == 5)  # the first call after the first comparison
             if call >= 6:
-                state = next(each for each in gc.get_objects() if issubclass(type(each), torch.optim.AdamW)).state
+                state = next(each.state for each in gc.get_objects() if issubclass(type(each), torch.optim.AdamW)
+                             and module.weight in each.state)
                 state[module.weight]["exp_avg"].data[0, 0] += 1
 
         model[4].register_forward_pre_hook(forward)
@@ -355,12 +356,12 @@ def test_what_has_no_value_or_no_count_of_writes_is_left_out():
 
 def flip(kind: str) -> None:
     """A bit of what this rank holds, if it is not only trying the step."""
-    optimizer = next((each for each in gc.get_objects() if issubclass(type(each), NamedOptimizers)), None)
-    if optimizer is None:
-        return
-    p = next(p for p in optimizer.members["head"].param_groups[0]["params"] if p.ndim == 2)
-    tensor = p if kind == "weight" else optimizer.state[p]["exp_avg"]
-    local_part(tensor.detach()).data.view(-1).view(torch.int32)[0] ^= 1
+    for optimizer in [each for each in gc.get_objects() if issubclass(type(each), NamedOptimizers)]:
+        for p in optimizer.members["head"].param_groups[0]["params"] if "head" in optimizer.members else ():
+            if p.ndim == 2 and p in optimizer.state:  # this rank's, and no other that a test left behind
+                tensor = p if kind == "weight" else optimizer.state[p]["exp_avg"]
+                local_part(tensor.detach()).data.view(-1).view(torch.int32)[0] ^= 1
+                break
 
 
 def own_job(flips: tuple[str, str, int, int] | None = None) -> pl.Job:
