@@ -233,7 +233,7 @@ def test_copies_for_a_checkpoint_hold_up_what_writes_to_them(shop: Workshop):
 
 
 @pytest.mark.parametrize(("job", "plan"), [
-    ("few blocks", "shard=2"), *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in (
+    ("few blocks", "shard=2"), ("gan", "data=2"), *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in (
         ("blocks", "shard=2"), ("statistics", "data=2"), ("blocks", "data=2 compress=topk"), ("blocks", "pipeline=2"),
         ("blocks", "data=2 local=2 outer=diloco")))])
 def test_a_checkpoint_holds_the_weights_of_its_step(shop: Workshop, tmp_path: Path, job: str, plan: str):

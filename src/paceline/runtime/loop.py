@@ -312,6 +312,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
                Display(shown=context.rank == 0 and settings.observer is None), writer, _copier(context, stepper),
                metrics, journal)
     _tell(run)
+    stepper.before_update = partial(_before_update, run)
     if every := settings.rechecks_every:
         run.at_rest = StateAtRest(partial(of_updates, stepper, stepper.edits.names), every)
         run.buffers_at_rest = StateAtRest(partial(buffers_of, stepper), every, runs_code=False)
@@ -509,7 +510,6 @@ def _steps(run: _Run) -> bool:
         return context.stop_signal is not None or (run.control is not None and run.control.wants_attention)
 
     def on_launched() -> None:
-        _before_update(run)
         if feed.copies is not None:
             run.beat("input")
             feed.prepare_next()

@@ -120,6 +120,7 @@ class Stepper:
     scaling: of losses; None but in fp16.
     loss_number: of this rank among those that compute a loss; keys random streams.
     named_update: takes the step of an optimizer of several, given its name and its parameters that are here.
+    before_update: called before what only updates write to is written to; in each step, and at times more than once.
     """
 
     def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
@@ -128,6 +129,7 @@ class Stepper:
         self.job, self.mesh, self.device = job, mesh, device
         self.loss_number = mesh.loss_number
         self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = self.step_optimizer
+        self.before_update: Callable[[], None] = lambda: None
         self.replica = mesh.replica
         self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
         self.all_go_back = mesh.holds_parts  # ranks meet in backward
@@ -261,6 +263,7 @@ class Stepper:
         figures = self.step_sync.all_reduce_figures(
             self._figures(tallies, used, stop(), overflow, self._digest(batches)))
         combined = torch.cat([figures, squares.reshape(1)])
+        self.before_update()
         on_launched()
         # The one time in an evaluation that the host waits for the device.
         *host_figures, norm_squared = combined.tolist()
@@ -339,6 +342,7 @@ class Stepper:
 
     def _follow(self, step: int) -> None:
         """Move followers after a step, numbered from 0."""
+        self.before_update()
         follow(self.job.followers, self.local_parameters, dict(self.model.named_buffers()), step + 1)
         for name in self.job.followers:
             end_evaluation(self.parts[name].synchronisers)
@@ -543,6 +547,7 @@ class Stepper:
 
         parameters: that it updates and that are here.
         """
+        self.before_update()
         greatest = self.optimizer.clips[name]
         squares = squared_norm(greatest, parameters, self.layout.owned, self.mesh, self.device)
         clip(greatest, parameters, squares.sqrt())
