@@ -1,6 +1,6 @@
 """Files without a name that lie in memory: a process shares them with its forks, and the kernel frees them with the
-last process that has them open. They are written and read by calls and never mapped, so that they do not count as
-memory of a process."""
+last process that has them open. Those that are written and read by calls do not count as memory of a process; where
+one is mapped, see `LeftOut` in runtime/memory.py."""
 
 from __future__ import annotations
 

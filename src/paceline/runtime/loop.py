@@ -873,6 +873,7 @@ def _keep_live(run: _Run) -> None:
                 live.host_ranks = context.local_world_size
                 live.origin = hosts_copies.origin_of(run.stepper, context)
             if not _greatest(run, int(live.move_s(run.context.local_world_size) > MOVE_SHARE * run.speed.all_s)):
+                _before_update(run)  # while a thread reads it, memory can't be moved
                 live.move()
                 run.live, run.is_noting = live, True
         elif run.is_noting and _greatest(run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)):
@@ -885,10 +886,13 @@ def _keep_live(run: _Run) -> None:
 
 
 def _before_update(run: _Run) -> None:
-    """What follows may write to what is being copied from a GPU."""
-    for copying in (run.writer, run.copier):
-        if copying is not None:
-            copying.before_update()
+    """What follows may write to what is being copied for a save, or from a GPU for a copy of the state."""
+    if run.writer is not None:
+        began_s = time.monotonic()
+        run.writer.before_update()
+        run.blocked_s += time.monotonic() - began_s
+    if run.copier is not None:
+        run.copier.before_update()
 
 
 def predicted_step_s(settings: Settings) -> float | None:

@@ -15,14 +15,12 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from paceline.launch.memory_files import read_at
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, in_file
 from paceline.runtime.checkpoint.pieces import copy
 
@@ -30,44 +28,6 @@ BUFFER_BYTES = 8 * 2**20  # written at a time: 2.2 GB/s for 1 and 4 MiB, 3.1 GB/
 _BLOCK_BYTES = 4096  # that sizes of writes past the cache are multiples of; more than any disk's own block
 
 Kind = tuple[torch.dtype, tuple[int, ...]]  # a tensor's dtype and shape
-
-
-class ByteSource(Protocol):
-    """Where the bytes of a tensor come from when its file is written."""
-
-    @property
-    def kind(self) -> Kind: ...
-
-    def read_into(self, target: memoryview, start: int) -> None:
-        """Fill the target with the tensor's bytes from this one on."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSource:
-    """A tensor in CPU memory. It stays as it is until it is written."""
-
-    tensor: torch.Tensor
-
-    @property
-    def kind(self) -> Kind:
-        return self.tensor.dtype, tuple(self.tensor.shape)
-
-    def read_into(self, target: memoryview, start: int) -> None:
-        # By a call that leaves the interpreter free: assigning a slice of a memoryview would hold it.
-        address = ctypes.addressof(ctypes.c_char.from_buffer(target))
-        ctypes.memmove(address, self.tensor.data_ptr() + start, len(target))
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedSource:
-    """A tensor's bytes in a file in memory, from an offset on."""
-
-    kind: Kind
-    descriptor: int
-    offset: int
-
-    def read_into(self, target: memoryview, start: int) -> None:
-        read_at(self.descriptor, target, self.offset + start)
 
 
 def num_bytes(kind: Kind) -> int:
@@ -121,17 +81,17 @@ def header(kinds: Mapping[str, Kind], *, metadata: Mapping[str, str] | None = No
     return len(text).to_bytes(8, "little") + text, ordered
 
 
-def write_tensors(path: Path, sources: Mapping[str, ByteSource]) -> dict[str, Any]:
-    """Write a safetensors file and force it to the disk. Returns what COMMIT says of it.
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write plain tensors to a safetensors file and force it to the disk. Returns what COMMIT says of it.
 
     Raises:
         OSError: it can't be written; what was written of it stays.
     """
-    first, ordered = header({name: source.kind for name, source in sources.items()})
+    first, ordered = header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     with NewFile(path) as file:
         file.write(first)
         for name in ordered:
-            file.write_from(sources[name], num_bytes(sources[name].kind))
+            file.write_from(tensors[name])
         return file.finish()
 
 
@@ -165,14 +125,15 @@ class NewFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append a few bytes, such as a header."""
-        self.write_from(TensorSource(torch.frombuffer(bytearray(data), dtype=torch.uint8)), len(data))
+        self.write_from(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def write_from(self, source: ByteSource, num_bytes: int) -> None:
-        """Append all bytes of a source."""
-        start = 0
-        while start < num_bytes:
-            count = min(num_bytes - start, BUFFER_BYTES - self._waiting)
-            source.read_into(self._buffer[self._waiting:self._waiting + count], start)
+    def write_from(self, tensor: torch.Tensor) -> None:
+        """Append all bytes of a plain tensor."""
+        start, buffer = 0, ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        while start < tensor.nbytes:
+            count = min(tensor.nbytes - start, BUFFER_BYTES - self._waiting)
+            # By a call that leaves the interpreter free: assigning a slice of a memoryview would hold it.
+            ctypes.memmove(buffer + self._waiting, tensor.data_ptr() + start, count)
             self._waiting, start = self._waiting + count, start + count
             if self._waiting == BUFFER_BYTES:
                 self._empty()

@@ -27,9 +27,7 @@ import torch
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, metadata
 from paceline.runtime.checkpoint.files import (
-    ByteSource,
     Kind,
-    TensorSource,
     bytes_of,
     header,
     num_bytes,
@@ -37,7 +35,7 @@ from paceline.runtime.checkpoint.files import (
     write_tensors,
 )
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece, uncovered
-from paceline.runtime.checkpoint.snapshot import Snapshot, be_nice
+from paceline.runtime.checkpoint.snapshot import Snapshot, aligned, be_nice
 from paceline.runtime.checkpoint.staging import Staging
 
 FORMAT = "paceline-checkpoint"
@@ -127,16 +125,16 @@ class Writer:
 
     def prepare(self, pieces: Iterable[TensorPiece]) -> None:
         """Begin to take the memory for a snapshot of these pieces: the first save need not wait for it then."""
-        num_bytes = sum(piece.tensor.nbytes for piece in pieces if not piece.tensor.is_cuda)
         self._snapshot = self._snapshot or Snapshot()
-        threading.Thread(target=self._snapshot.reserve, args=(num_bytes,), name="snapshot-memory", daemon=True).start()
+        threading.Thread(target=self._snapshot.reserve, args=(_bytes_on_cpu(pieces),), name="snapshot-memory",
+                         daemon=True).start()
 
     def save(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None = None, *,
              snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False,
              before_commit: Callable[[], None] = lambda: None) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
 
-        From a GPU they are copied while this goes on: see `before_update`.
+        What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`.
 
         Args:
             pieces: What this rank owns. The pieces of all ranks must cover every tensor without overlap; equal
@@ -162,28 +160,35 @@ class Writer:
         return time.monotonic() - started_s
 
     def before_update(self) -> None:
-        """What is launched on a GPU from now on may write to tensors that only updates write to: let it wait for the
-        copies of a save that began before."""
+        """What follows may write to tensors that only updates write to: wait for the copies of a save that began
+        before. On a GPU what is launched from now on waits, and the host does not."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
         if self._staging is not None:
             self._staging.before_update()
 
     def _copies(self, pieces: Iterable[TensorPiece], *,
-                is_for_updates: Callable[[str], bool]) -> Iterator[tuple[TensorPiece, ByteSource]]:
-        """Every piece with a copy of its tensor; those on a GPU come last, and are here once `_staged` has returned."""
+                is_for_updates: Callable[[str], bool]) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
+        """Every piece with a copy of its tensor, those on a GPU last. All are here once `_all_copied` has returned."""
+        pieces, on_gpu = list(pieces), []
         self._snapshot = self._snapshot or Snapshot()
-        self._snapshot.begin()
-        on_gpu = []
+        self._snapshot.begin(_bytes_on_cpu(pieces))
         for piece in pieces:
             if piece.tensor.is_cuda:
                 on_gpu.append(piece)
+            elif is_for_updates(piece.name):
+                yield piece, self._snapshot.copy_later(piece.tensor)
             else:
                 yield piece, self._snapshot.copy(piece.tensor)
+        self._snapshot.copy_beside()
         if on_gpu:
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             staged = self._staging.copy(on_gpu, is_for_updates=is_for_updates)
-            yield from zip(on_gpu, map(TensorSource, staged), strict=True)
+            yield from zip(on_gpu, staged, strict=True)
 
-    def _staged(self) -> None:
+    def _all_copied(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.wait()
         if self._staging is not None:
             self._staging.wait()
 
@@ -215,6 +220,11 @@ class Writer:
                 _remove(path)
 
 
+def _bytes_on_cpu(pieces: Iterable[TensorPiece]) -> int:
+    """What a snapshot of the pieces takes."""
+    return sum(aligned(piece.tensor.nbytes) for piece in pieces if not piece.tensor.is_cuda)
+
+
 class _Save:
     """One save in flight on one rank."""
 
@@ -228,8 +238,8 @@ class _Save:
         self.failed = writer.folder / f".step-{step}.{token}.failed"
         # Until the end is reached, so that nothing unforeseen can pass for a commit.
         self.error: CheckpointError | None = CheckpointError(f"rank {self.rank}'s save of step {step} never ended")
-        self._staged = writer._staged
-        self._sources: dict[str, ByteSource] = {}
+        self._all_copied = writer._all_copied
+        self._tensors: dict[str, torch.Tensor] = {}
         self._entries: dict[str, dict[str, Any]] = {}
         self._document = "{}"
         self._needed_bytes = 0
@@ -243,7 +253,7 @@ class _Save:
         return self._thread.is_alive()
 
     def start(self, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,
-              copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, ByteSource]]] | None) -> None:
+              copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, torch.Tensor]]] | None) -> None:
         """Take the snapshot, or what it would be of, and begin to write it. copies: Makes it; without it, the run waits
         for the writing."""
         try:
@@ -251,10 +261,10 @@ class _Save:
                 self._document = json.dumps(document, indent=1)
             if copies is None:
                 for piece in pieces:
-                    self._take(piece, TensorSource(plain(piece.tensor)))
+                    self._take(piece, plain(piece.tensor))
             else:
-                for piece, source in copies(pieces):
-                    self._take(piece, source)
+                for piece, copied in copies(pieces):
+                    self._take(piece, copied)
                 self._is_waited_for = False
         except Exception as error:
             raise self._give_up(error) from error
@@ -265,12 +275,12 @@ class _Save:
         self._thread.join()
         atexit.unregister(self._leave)
 
-    def _take(self, piece: TensorPiece, source: ByteSource) -> None:
+    def _take(self, piece: TensorPiece, tensor: torch.Tensor) -> None:
         key = piece.name
-        while key in self._sources or key == "__metadata__":  # the one key that safetensors keeps for itself
+        while key in self._tensors or key == "__metadata__":  # the one key that safetensors keeps for itself
             key += "+"
-        self._sources[key] = source
-        self._needed_bytes += num_bytes(source.kind)
+        self._tensors[key] = tensor
+        self._needed_bytes += tensor.nbytes
         entry = {"shape": list(piece.shape), "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []}
         self._entries.setdefault(piece.name, entry)["pieces"].append({
             "file": _part_name(self.rank, "safetensors"), "key": key,
@@ -282,7 +292,7 @@ class _Save:
             self._check_peers()
             if not self._is_waited_for:
                 be_nice()
-            self._staged()
+            self._all_copied()
             self._write_part()
             if self.rank == 0:
                 self._wait_for(self._missing_parts)
@@ -303,8 +313,8 @@ class _Save:
         if _disk_of(self.temp / COMMIT)[1] < self._needed_bytes:  # found now, no other file of the disk is cut short
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
         path = self.temp / _part_name(self.rank, "safetensors")
-        summary = write_tensors(path, self._sources)
-        self._sources.clear()
+        summary = write_tensors(path, self._tensors)
+        self._tensors.clear()
         if self._exiting.is_set():
             raise _Exiting
         write_json(self.temp / _part_name(self.rank, "json"), {**summary, "tensors": self._entries})
@@ -369,7 +379,7 @@ class _Save:
 
     def _give_up(self, error: Exception) -> CheckpointError:
         """Explain the failure, leave word of it to the other ranks and remove what was written."""
-        self._sources.clear()
+        self._tensors.clear()
         if isinstance(error, CheckpointError):
             explained = error
         else:
