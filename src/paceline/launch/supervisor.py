@@ -7,6 +7,7 @@ of that process could wait for ever for a lock that nobody opens. The fork serve
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -161,6 +162,7 @@ def _line(document: Any) -> bytes:
 def _serve(main: Main, requests: socket.socket, parents: socket.socket, parent_pid: int) -> None:
     parents.close()
     die_with(parent_pid)
+    gc.freeze()  # collectors of forks need not look at what there is: it would take time, and copy each page looked at
     children: dict[int, Any] = {}
     with requests.makefile("rb") as lines:
         for line in lines:
