@@ -100,6 +100,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def huge_pages() -> None:
+    """Anew for each file: what a process writes to beside a fork leaves its huge page."""
+    use_huge_pages()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def plain_runs() -> Iterator[None]:
     """Runs inside of tests, and of fixtures that tests share, are not held against one device first, nor are they

@@ -58,7 +58,7 @@ def test_three_hosts_of_this_machine():
     """The first hears of all links, the others of their own."""
     port = free_port()
     with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(lambda index: examine_hosts(HostPlace(index, 3, "127.0.0.1", port), timeout_s=40),
+        found = list(threads.map(lambda index: examine_hosts(HostPlace(index, 3, "127.0.0.1", port), timeout_s=120),
                                  range(3)))
     assert [each.name for each in found[0] if " to " in each.name] == [
         "0 to 2", "0 to 1", "1 to 2", "1 to 0", "2 to 1", "2 to 0"]
