@@ -194,6 +194,12 @@ def test_a_plan_is_read_from_a_plan_a_text_or_a_file(tmp_path: Path):
     assert Plan.read(str(plan)) == Plan.read(file) == Plan.read(str(file)) == plan
 
 
+@pytest.mark.parametrize("given", [3, ["data=2"], {"data": 2}])
+def test_what_is_no_text_is_no_plan(given: Any):
+    with pytest.raises(PlanError, match="a plan is text or a Plan, got"):
+        Plan.read(given)
+
+
 @pytest.mark.parametrize("content", [None, "", "[1]", "3", "{}", '{"plan": 3}', '{"plan": null}', "\x00", "null"])
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, content: str | None):
     """A missing, damaged or foreign plan file gives a message with the form that is expected."""

@@ -334,6 +334,10 @@ class Cluster:
         Raises:
             ClusterError: a device doesn't exist, or a name or a size can't be read.
         """
+        for name, given, example in (("devices", devices, "'cuda:0-3' or 'cpu:0,cpu:1'"),
+                                     ("memory", memory, "'512MiB'")):
+            if given is not None and not isinstance(given, str):
+                raise ClusterError(f"{name} is text, got {given!r}", hint=f"such as {example}")
         here = _gpus()
         if devices is not None:
             named = _with_cpus(_parse_names(devices), num_cpu_ranks, devices)

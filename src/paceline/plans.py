@@ -276,6 +276,8 @@ class Plan:
                     raise
                 raise PlanError(f"can't read a plan from {source}: {error}",
                                 hint='a plan file is {"plan": "data=2"}') from error
+        if not isinstance(source, str):
+            raise PlanError(f"a plan is text or a Plan, got {source!r}", hint="such as 'data=2'")
         return cls.parse(source)
 
     def values(self) -> dict[str, Any]:
