@@ -430,3 +430,11 @@ def test_help_loads_no_torch():
 def test_the_version_is_printed():
     """--version says which paceline this is."""
     assert call("--version").stdout == f"paceline {paceline.__version__}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_an_output_without_room_is_an_error():
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([sys.executable, "-m", "paceline", "--version"], stdout=full, stderr=subprocess.PIPE,
+                             text=True, timeout=200)
+    assert (ran.returncode, ran.stderr) == (1, "Error: the output can't be written: No space left on device\n")

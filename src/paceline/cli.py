@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -62,14 +63,28 @@ def main() -> None:
         if end.code is None or isinstance(end.code, int):
             codes.append(end.code or 0)
         raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        codes.append(_output_is_lost(error))
 
 
 def _end_process(codes: Sequence[int]) -> None:
     """End the process with its exit code, where that is known."""
     if codes:
-        sys.stdout.flush()
+        code = codes[0]
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            code = code or _output_is_lost(error)
         sys.stderr.flush()
-        os._exit(codes[0])
+        os._exit(code)
+
+
+def _output_is_lost(error: OSError) -> int:
+    """Say so. Returns the exit code."""
+    print(f"Error: the output can't be written: {error.strerror}", file=sys.stderr)
+    return 1
 
 
 def _print_version(wanted: bool) -> None:
