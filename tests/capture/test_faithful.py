@@ -295,3 +295,18 @@ def test_no_operator_s_line_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("torch.fx.proxy.CapturedTraceback", SimpleNamespace(extract=extract))
     assert capture(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), (torch.zeros(2, 4),), {}).pieces
     assert not torch.fx.config.do_not_emit_stack_traces
+
+
+class PastTheRecording(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(3, 3), nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.data.add_(1)
+        return self.layer(x)
+
+
+def test_what_is_used_past_the_recording_is_said_in_our_words():
+    with pytest.raises(CaptureFailed, match=r"a tensor that can't be recorded, such as a parameter's \.data"):
+        capture(PastTheRecording(), (torch.ones(2, 3),), {})

@@ -209,6 +209,8 @@ def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
     reason = first if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first}"
     if "its data is not allocated yet" in first:  # torch's own code asked a tensor without values for them
         reason = "it reads values of a tensor, as pack_padded_sequence does of lengths"
+    if "a fake tensor in the exported program constant" in first:
+        reason = "it uses a tensor that can't be recorded, such as a parameter's .data"
     if isinstance(error, TakesGradients):
         hint = "data=N plans run the model as it is"
     else:
