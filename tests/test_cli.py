@@ -438,3 +438,22 @@ def test_an_output_without_room_is_an_error():
         ran = subprocess.run([sys.executable, "-m", "paceline", "--version"], stdout=full, stderr=subprocess.PIPE,
                              text=True, timeout=200)
     assert (ran.returncode, ran.stderr) == (1, "Error: the output can't be written: No space left on device\n")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its names of files are UTF-8")
+def test_names_of_files_need_not_be_text(tmp_path: Path):
+    """A run in a folder whose name is Latin-1 is trained, checked, reported and printed."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "job.py").write_text(
+        "import paceline as pl, torch\n"
+        "def job():\n"
+        "    return pl.Job(model=lambda: torch.nn.Linear(2, 1), data=[(torch.ones(2), torch.ones(1))] * 8,\n"
+        "                  loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),\n"
+        "                  batch=4, steps=2)\n")
+    for words in (["train", str(folder / "job.py"), "--plan", "data=2", "--run", str(folder / "run"), "--check", "yes"],
+                  ["report", str(folder / "run"), "--price", "no"]):
+        ran = subprocess.run([sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=200)
+        assert ran.returncode == 0, ran.stderr
+        assert "caf\\udce9" in ran.stdout
+    assert "caf\\udce9" in (folder / "run" / "report.html").read_text()

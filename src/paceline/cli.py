@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import io
 import json
 import os
 import sys
@@ -57,6 +58,8 @@ def main() -> None:
     """The `paceline` command. Its process ends without libtorch's destructors, which take 0.6 s of a core."""
     codes: list[int] = []
     atexit.register(_end_process, codes)  # the first to be registered is the last to run
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no UTF-8
     try:
         app(prog_name="paceline")
     except SystemExit as end:

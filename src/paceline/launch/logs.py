@@ -78,7 +78,8 @@ class _Once(logging.Handler):
         first = True
         if self.store is not None:
             try:
-                first = self.store.add("warned/" + hashlib.sha256(text.encode()).hexdigest()[:16], 1) == 1
+                digest = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+                first = self.store.add("warned/" + digest[:16], 1) == 1
             except RuntimeError:  # the store's host is gone; better twice than never
                 first = True
         stream = self.terminal if first else self.log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import sys
 import time
@@ -81,7 +82,7 @@ def _key(source: JobFile, resolved: Resolved) -> str:
                 "paceline": _own_files()}
     digest.update(json.dumps(identity, sort_keys=True, default=str).encode())
     for path in sorted(_files_of(source)):
-        digest.update(str(path).encode() + b"\0" + path.read_bytes())
+        digest.update(os.fsencode(path) + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
 
 

@@ -477,10 +477,10 @@ def _remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in one move."""
+    """Write a text file in one move. Bytes of a file's name that are no UTF-8 are written as escapes."""
     temp = _temp_beside(path)
     try:
-        with temp.open("w", encoding="utf-8") as file:
+        with temp.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -381,7 +381,7 @@ def accept(sock: socket.socket, *, secret: bytes, layout: bytes, check: Callable
         if isinstance(error, PlainPeer):
             error = WireError("it does not encrypt, and the server does (PACELINE_TLS=1)", hint=_SAME_ON_ALL)
         with suppress(WireError):
-            why = str(error).encode()
+            why = str(error).encode(errors="backslashreplace")
             connection.send(Header(Kind.REFUSED, len(why)), why)
         connection.close()
         raise error
