@@ -1,11 +1,12 @@
-"""Between hosts: threads that are hosts of this machine measure each other, and what reports show."""
+"""Between hosts: processes that are hosts of this machine measure each other, and what reports show."""
 
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import chain, permutations
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -57,9 +58,11 @@ def test_each_host_meets_each_other_once_in_each_direction(num_hosts: int):
 def test_three_hosts_of_this_machine():
     """The first hears of all links, the others of their own."""
     port = free_port()
-    with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(lambda index: examine_hosts(HostPlace(index, 3, "127.0.0.1", port), timeout_s=120),
-                                 range(3)))
+    # Not threads of one process: each host forks, and a fork has no threads, but what they have locked.
+    with ProcessPoolExecutor(3, get_context("fork")) as hosts:
+        asked = [hosts.submit(examine_hosts, HostPlace(index, 3, "127.0.0.1", port), timeout_s=120)
+                 for index in range(3)]
+        found = [each.result() for each in asked]
     assert [each.name for each in found[0] if " to " in each.name] == [
         "0 to 2", "0 to 1", "1 to 2", "1 to 0", "2 to 1", "2 to 0"]
     assert {each.name for each in found[2]} == {"host 2", "2 to 1", "2 to 0", "others"}
