@@ -69,7 +69,7 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        codes.append(_output_is_lost(error))
+        codes.append(_report_lost_output(error))
 
 
 def _end_process(codes: Sequence[int]) -> None:
@@ -79,13 +79,13 @@ def _end_process(codes: Sequence[int]) -> None:
         try:
             sys.stdout.flush()
         except OSError as error:
-            code = code or _output_is_lost(error)
+            code = code or _report_lost_output(error)
         sys.stderr.flush()
         os._exit(code)
 
 
-def _output_is_lost(error: OSError) -> int:
-    """Say so. Returns the exit code."""
+def _report_lost_output(error: OSError) -> int:
+    """Say that the output could not be written. Returns the exit code."""
     print(f"Error: the output can't be written: {error.strerror}", file=sys.stderr)
     return 1
 

@@ -56,7 +56,8 @@ class Snapshot:
                 with self._lock:
                     begin = self._taken
                     self._take(min(begin + _RESERVED_BYTES, num_bytes), of=num_bytes)
-                    self._mapped[begin:self._taken].zero_()
+                    # Not by torch, whose operators would start threads for this one.
+                    ctypes.memset(self._mapped.data_ptr() + begin, 0, self._taken - begin)
 
     def begin(self, num_bytes: int) -> None:
         """Forget what was copied for the save before, which is written, and have memory for so much.
@@ -76,7 +77,7 @@ class Snapshot:
         return target
 
     def copy_later(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Have a tensor copied behind those before it, by `copy_beside`."""
+        """Have a tensor that lies as in a file copied behind those before it, by `copy_beside`."""
         target = self._place(tensor)
         self._later.append((target, tensor))
         return target

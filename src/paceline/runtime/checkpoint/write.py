@@ -30,6 +30,7 @@ from paceline.runtime.checkpoint.files import (
     Kind,
     bytes_of,
     header,
+    is_plain,
     num_bytes,
     plain,
     write_tensors,
@@ -176,7 +177,7 @@ class Writer:
         for piece in pieces:
             if piece.tensor.is_cuda:
                 on_gpu.append(piece)
-            elif is_for_updates(piece.name):
+            elif is_for_updates(piece.name) and is_plain(piece.tensor):
                 yield piece, self._snapshot.copy_later(piece.tensor)
             else:
                 yield piece, self._snapshot.copy(piece.tensor)
