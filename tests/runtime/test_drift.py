@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 from paceline.errors import DriftError
 from paceline.job import Job
 from paceline.plans import Plan
+from paceline.runtime import drift
 from paceline.runtime.checkpoint import open_checkpoint
 from paceline.runtime.drift import check_replicas, fingerprint
 from paceline.runtime.loop import Settings, train_rank
@@ -136,9 +138,16 @@ def reported(run_ranks: Callable[..., Any], disturb: Callable[[Any, int, int], N
     return first
 
 
-def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_path: Path):
-    """A bit of the optimizer's state that flips before a save is found by it, though no weight has changed yet."""
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_path: Path, is_beside: bool,
+                                                           monkeypatch: pytest.MonkeyPatch):
+    """A bit of the optimizer's state that flips before a save is found by it, though no weight has changed yet, and
+    before the next update, also if the state is read beside the next step."""
+    if is_beside:
+        monkeypatch.setattr(drift, "_BESIDE_BYTES", 1)
+
     def disturb(stepper: Any, step: int, rank: int) -> None:
+        (tmp_path / f"updated-{step}").touch()
         if rank == 0 and step == 3:
             stepper.optimizer.state[stepper.model.weight]["exp_avg"].view(torch.int32)[1, 2] ^= 1
 
@@ -146,6 +155,7 @@ def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_p
     assert "replicas differ after step 4: 'optimizer/weight/exp_avg' differs between rank 0 and rank 1" in said
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
     assert open_checkpoint(tmp_path / "checkpoints" / "step-2").document["compared"] == 2
+    assert len(list(tmp_path.glob("updated-*"))) == 4
 
 
 def test_a_write_between_steps_is_blamed(run_ranks: Any):
@@ -164,3 +174,39 @@ def test_the_first_step_is_compared(run_ranks: Any):
     said = reported(run_ranks, lambda stepper, step, rank: stepper.model.bias.data.add_(rank))
     assert "after step 1: 'bias'" in said
     assert "nothing but updates was seen to change this tensor" in said
+
+
+def test_a_comparison_reads_on_another_thread_what_stays(run_ranks: Any, monkeypatch: pytest.MonkeyPatch):
+    """And no other tensor, which may be written to as soon as the comparison is made."""
+    monkeypatch.setattr(drift, "_BESIDE_BYTES", 1)
+
+    def body(context: Any) -> tuple[str, Any]:
+        mesh = Mesh({"data": 2}, context.rank)
+        mesh.connect()
+        tensors = {"weight": torch.ones(4), "optimizer/mean": torch.ones(4)}
+        if context.rank:
+            tensors["optimizer/mean"][3] = 2
+        began, goes_on = threading.Event(), threading.Event()
+        read = drift.fingerprint
+
+        def waits(tensor: torch.Tensor) -> torch.Tensor:
+            if threading.current_thread().name == "fingerprints":
+                began.set()
+                goes_on.wait(20)
+            return read(tensor)
+
+        drift.fingerprint = waits  # type: ignore[assignment]  # in this fork
+        comparison = drift.Comparison(tensors, mesh=mesh, step=4, stays=lambda name: name.startswith("optimizer/"))
+        assert began.wait(20)
+        tensors["weight"] += context.rank  # as a forward may
+        goes_on.set()
+        try:
+            comparison.finish()
+        except DriftError as error:
+            return str(error), comparison.held_alike()
+        return "", {}
+
+    (said, first), (also_said, second) = run_ranks(body, 2)
+    assert said == also_said and "'optimizer/mean' differs between" in said and "(1 of 2 tensors differ)" in said
+    assert first.keys() == second.keys() == {"0,1"} and first["0,1"]["weight"] == second["0,1"]["weight"]
+    assert first["0,1"]["optimizer/mean"] != second["0,1"]["optimizer/mean"]

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -182,7 +182,7 @@ class _Run:
     is_copied: whether it goes on from a copy in memory.
     ended: why a callback or the observer ended the run, if one did. epoch: of the last step. ended_epochs: that
         callbacks are to hear of. evaluated_step: of the last evaluation.
-    compared_step: after which replicas were last found to hold the same.
+    compared_step: after which replicas were last compared. comparison: which has no result yet.
     """
 
     context: RankContext
@@ -218,6 +218,7 @@ class _Run:
     ended_epochs: list[int] = field(default_factory=list)
     evaluated_step: int | None = None
     compared_step: int | None = None
+    comparison: drift.Comparison | None = None
     saved_step: int | None = None
     num_exports: int = 0
     blocked_s: float = 0.0
@@ -357,7 +358,7 @@ def _mark(run: _Run, right_step: int) -> list[int]:
     """Mark the checkpoints since a step as suspect. Collective. Returns their steps."""
     if run.writer is None or run.settings.run_dir is None:
         return []
-    run.writer.wait()
+    _end_save(run)
     if run.context.rank == 0:
         mark_suspect(run.settings.run_dir, after=right_step)
     _greatest(run, 0)  # before any rank raises, which ends the others
@@ -451,7 +452,7 @@ def _obey(run: _Run, order: dict[str, Any]) -> dict[str, Any]:
     """What callbacks need while ranks wait: the weights as they are now, in a checkpoint without the optimizer."""
     assert order["do"] == "weights" and run.writer is not None and run.settings.run_dir is not None
     if run.saved_step == run.step:
-        run.writer.wait()
+        _end_save(run)
         return {"path": str(run.settings.run_dir / CHECKPOINTS / f"step-{run.step}"), "is_temporary": False}
     run.stepper.step_sync.drain()
     run.num_exports += 1
@@ -597,7 +598,8 @@ def _check_at_rest(run: _Run, *at_rest: StateAtRest | None) -> None:
                 each.check(run.mesh, run.stepper.device)
     except DriftError:
         if run.writer is not None:
-            run.writer.wait()
+            with suppress(DriftError):  # which says less
+                _end_save(run)
         raise
 
 
@@ -691,7 +693,7 @@ def _rewind(run: _Run) -> str:
     from paceline.runtime.checkpoint.read import newest_saved_step, open_checkpoint
 
     assert run.writer is not None and run.settings.run_dir is not None and run.stepper.spikes is not None
-    run.writer.wait()
+    _end_save(run)
     if run.copier is not None:
         run.copier.wait()
     step = _greatest(run, newest_saved_step(run.settings.run_dir) if run.context.rank == 0 else -1)
@@ -755,16 +757,32 @@ def _do_what_is_due(run: _Run) -> None:
 
 
 def _compare(run: _Run) -> None:
-    """Compare what replicas hold, if that has not been done after this step, and the state with what it was after its
-    update. Collective."""
+    """Begin to compare what replicas hold, if that has not been done after this step; the next update waits for the
+    result. Compare the state with what it was after its update. Collective."""
     _check_at_rest(run, run.at_rest, run.buffers_at_rest)
     if run.compared_step == run.step:
         return
     stepper = run.stepper
+    _end_comparison(run)
     stepper.step_sync.drain()
-    drift.check_replicas(drift.replicated(stepper), mesh=run.mesh, step=run.step, edited=stepper.edits.names,
-                         outside=stepper.edits.outside, more=partial(state.alike_along, stepper))
+    run.comparison = drift.Comparison(drift.replicated(stepper), mesh=run.mesh, step=run.step,
+                                      more=partial(state.alike_along, stepper),
+                                      stays=partial(state.is_for_updates, stepper))
     run.compared_step = run.step
+
+
+def _end_comparison(run: _Run) -> None:
+    """Collective."""
+    if run.comparison is not None:
+        comparison, run.comparison = run.comparison, None
+        comparison.finish(edited=run.stepper.edits.names, outside=run.stepper.edits.outside)
+
+
+def _end_save(run: _Run) -> None:
+    """Return when what is being saved is committed. Collective."""
+    assert run.writer is not None
+    _end_comparison(run)
+    run.writer.wait()
 
 
 def _document(run: _Run) -> dict[str, Any]:
@@ -886,7 +904,9 @@ def _keep_live(run: _Run) -> None:
 
 
 def _before_update(run: _Run) -> None:
-    """What follows may write to what is being copied for a save, or from a GPU for a copy of the state."""
+    """What follows may write to what is being compared, or copied for a save, or from a GPU for a copy of the state.
+    Collective."""
+    _end_comparison(run)
     if run.writer is not None:
         began_s = time.monotonic()
         run.writer.before_update()
@@ -907,7 +927,7 @@ def _save(run: _Run, *, last: bool = False) -> None:
         return
     run.context.beat("save")
     began_s = time.monotonic()
-    run.writer.wait()  # the save before is not lost if replicas differ now
+    _end_save(run)  # the save before is not lost if replicas differ now
     if run.saved_step == run.step:
         return
     _compare(run)  # what is saved is what all replicas hold
@@ -920,15 +940,17 @@ def _save(run: _Run, *, last: bool = False) -> None:
         document["callbacks"] = answer.get("callbacks")  # rank 0 alone knows, and its document counts
     run.saved_step = run.step
     run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last,
-                    is_for_updates=partial(state.is_for_updates, run.stepper), before_commit=run.journal.sync)
+                    is_for_updates=partial(state.is_for_updates, run.stepper),
+                    held_alike=run.comparison.held_alike if run.comparison is not None else dict,
+                    before_commit=run.journal.sync)
     if last:
-        run.writer.wait()
+        _end_save(run)
     _prune(run)
     blocked_s = time.monotonic() - began_s
     run.blocked_s += blocked_s
     run.record(saved=True, blocked_s=blocked_s)
     if run.control is not None and run.control.has("on_save"):
-        run.writer.wait()
+        _end_save(run)
         _event(run, "on_save", "save", path=str(run.writer.folder / f"step-{run.step}"))
     _heed(run, answer)
 
@@ -1006,10 +1028,11 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         run.display.say(f"stopped after step {run.step}: {stopped}")
     run.due = {"compare", "evaluate"} | run.due - {"save"}
     _do_what_is_due(run)
+    _end_comparison(run)
     run.context.beat("save")
     if run.settings.run_dir is not None:
         assert run.writer is not None
-        run.writer.wait()
+        _end_save(run)
         if run.settings.keep is None or run.settings.keep():
             _save_trained(run)
     if run.control is not None:

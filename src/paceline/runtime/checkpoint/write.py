@@ -16,7 +16,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,9 @@ from paceline.runtime.checkpoint.staging import Staging
 FORMAT = "paceline-checkpoint"
 VERSION = 1
 COMMIT, INDEX, DOCUMENT = "COMMIT", "index.json", "document.json"
+
+# Fingerprints by the ranks that should have equal ones, such as "0,2", and by the tensor's name.
+HeldAlike = Mapping[str, Mapping[str, int]]
 
 FIRST_POLL_S, LAST_POLL_S = 0.005, 0.25  # between looks at the other ranks' files; doubled after each
 EXIT_WAIT_S = 10.0  # for a file that is being written when the process exits; it can't be interrupted
@@ -132,7 +135,7 @@ class Writer:
 
     def save(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None = None, *,
              snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False,
-             before_commit: Callable[[], None] = lambda: None) -> float:
+             held_alike: Callable[[], HeldAlike] = dict, before_commit: Callable[[], None] = lambda: None) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
 
         What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`.
@@ -144,6 +147,8 @@ class Writer:
             snapshot: Without it, what is in CPU memory already is written from there, and must stay as it is until
                 `wait` returns.
             is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
+            held_alike: Gives the fingerprints of what this rank holds of what others should hold alike; called on
+                another thread. If theirs differ, the save fails.
             before_commit: Called on rank 0, on another thread, when all else of the checkpoint is on the disk.
 
         Returns:
@@ -155,7 +160,7 @@ class Writer:
         started_s = time.monotonic()
         self._num_saves += 1  # counted first, so that ranks stay in step when one of them fails here
         self.wait()
-        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", before_commit)
+        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit)
         save.start(pieces, document, copies=partial(self._copies, is_for_updates=is_for_updates) if snapshot else None)
         self._save = save
         return time.monotonic() - started_s
@@ -229,8 +234,9 @@ def _bytes_on_cpu(pieces: Iterable[TensorPiece]) -> int:
 class _Save:
     """One save in flight on one rank."""
 
-    def __init__(self, writer: Writer, step: int, token: str, before_commit: Callable[[], None]) -> None:
-        self._before_commit = before_commit
+    def __init__(self, writer: Writer, step: int, token: str, held_alike: Callable[[], HeldAlike],
+                 before_commit: Callable[[], None]) -> None:
+        self._held_alike, self._before_commit = held_alike, before_commit
         self.rank, self.world_size, self.timeout_s = writer.rank, writer.world_size, writer.timeout_s
         self.step, self.token = step, token
         self.final = writer.folder / f"step-{step}"
@@ -318,12 +324,14 @@ class _Save:
         self._tensors.clear()
         if self._exiting.is_set():
             raise _Exiting
-        write_json(self.temp / _part_name(self.rank, "json"), {**summary, "tensors": self._entries})
+        write_json(self.temp / _part_name(self.rank, "json"), {**summary, "tensors": self._entries,
+                                                                         "held_alike": self._held_alike()})
 
     def _commit(self) -> None:
         """Rank 0: index, document, COMMIT; then the folder gets its name."""
         part_paths = [self.temp / _part_name(rank, "json") for rank in range(self.world_size)]
         parts = [json.loads(path.read_text()) for path in part_paths]
+        _refuse_difference([part["held_alike"] for part in parts])
         write_json(self.temp / INDEX, {"tensors": _merged(parts)})
         write_text(self.temp / DOCUMENT, self._document)
         files = {_part_name(rank, "safetensors"): {key: part[key] for key in ("bytes", "sha256")}
@@ -439,6 +447,20 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
         if sum(region.numel for region in regions) != whole.numel:
             raise CheckpointError(f"the pieces of '{name}' overlap: {', '.join(str(r) for r in regions)}")
     return tensors
+
+
+def _refuse_difference(held_alike: Sequence[HeldAlike]) -> None:
+    """
+    Raises:
+        CheckpointError: ranks that should hold the same do not.
+    """
+    first: dict[str, Mapping[str, int]] = {}
+    for rank, groups in enumerate(held_alike):
+        for ranks, values in groups.items():
+            if values != first.setdefault(ranks, values):
+                name = next(name for name, value in first[ranks].items() if values.get(name) != value)
+                raise CheckpointError(f"'{name}' on rank {rank} is not what rank {ranks.partition(',')[0]} holds, and "
+                                      "nothing shows which of them is right")
 
 
 def _summary(path: Path) -> dict[str, Any]:
