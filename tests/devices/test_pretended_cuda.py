@@ -228,6 +228,7 @@ def test_copies_for_a_checkpoint_hold_up_what_writes_to_them(shop: Workshop):
     found = shop.check("staging")
     assert all(found["same"]) and found["reads"] == [0, 0]
     assert found["pointers"][0] == found["pointers"][1], "memory is kept"
+    assert found["pointers"][0][1:] == found["reserved"], "and can be pinned before"
     assert found["told"] == ["save", "copied", "forward", "stream waits", "update", "host waits",
                              "save", "copied", "stream waits", "forward", "update", "host waits"]
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import statistics
+import time
 from dataclasses import replace
 
 import pytest
@@ -127,16 +128,18 @@ def make(*, value=1e4, **fields):
 
 
 class Lethal(torch.utils.data.Dataset):
-    """The first rank that fetches a certain sample is killed."""
+    """The first rank that fetches a certain sample is killed, once a checkpoint is there."""
 
-    def __init__(self, data, index, mark):
-        self.data, self.index, self.mark = data, index, mark
+    def __init__(self, data, index, mark, checkpoint):
+        self.data, self.index, self.mark, self.checkpoint = data, index, mark, checkpoint
 
     def __len__(self):
         return len(self.data)
 
     def __getitem__(self, index):
         if index == self.index and not self.mark.exists():
+            while not self.checkpoint.exists():
+                time.sleep(0.01)
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return self.data[index]
@@ -243,7 +246,8 @@ def test_a_rank_that_is_lost_changes_no_decision(tmp_path):
     job, _ = make()
     order = Order.of(job)
     window = order.window(BAD_STEP - 3)
-    lethal = Lethal(job.data, order.indices(window.epoch, [window.start])[0], tmp_path / "killed")
+    lethal = Lethal(job.data, order.indices(window.epoch, [window.start])[0], tmp_path / "killed",
+                    tmp_path / "checkpoints" / f"step-{BAD_STEP // EVERY * EVERY}")
     pl.train(replace(job, data=lethal), "data=2", run=tmp_path, on_spike="rewind", save_every=EVERY, check=False,
              table=False)
 

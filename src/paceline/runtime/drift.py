@@ -65,8 +65,10 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int
 class Comparison:
     """What replicas hold after a step, read when this is made and compared by `finish`.
 
-    Tensors on a CPU that stay as they are until then are read on another thread meanwhile; a GPU reads all of them by
-    itself.
+    Tensors on a CPU that stay as they are until then are read on another thread meanwhile, if they are large; a GPU
+    reads all of them by itself.
+
+    is_beside: whether another thread reads some.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int,
@@ -91,7 +93,8 @@ class Comparison:
                         self._later.append((row, name, tensor))
                     else:
                         row[name] = fingerprint(tensor)
-        if sum(tensor.nbytes for *_, tensor in self._later) >= _BESIDE_BYTES:
+        self.is_beside = sum(tensor.nbytes for *_, tensor in self._later) >= _BESIDE_BYTES
+        if self.is_beside:
             self._reading = threading.Thread(target=self._read, name="fingerprints", daemon=True)
             self._reading.start()
         else:

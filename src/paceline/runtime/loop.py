@@ -757,7 +757,7 @@ def _do_what_is_due(run: _Run) -> None:
 
 
 def _compare(run: _Run) -> None:
-    """Begin to compare what replicas hold, if that has not been done after this step; the next update waits for the
+    """Compare what replicas hold, if that has not been done after this step, or begin to; the next update waits for the
     result. Compare the state with what it was after its update. Collective."""
     _check_at_rest(run, run.at_rest, run.buffers_at_rest)
     if run.compared_step == run.step:
@@ -769,6 +769,8 @@ def _compare(run: _Run) -> None:
                                       more=partial(state.alike_along, stepper),
                                       stays=partial(state.is_for_updates, stepper))
     run.compared_step = run.step
+    if not run.comparison.is_beside:
+        _end_comparison(run)
 
 
 def _end_comparison(run: _Run) -> None:

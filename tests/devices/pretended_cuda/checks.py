@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -377,6 +378,9 @@ def staging() -> dict[str, Any]:
     finally:
         torch.cuda.Event = event  # type: ignore[misc]
     found: dict[str, Any] = {"reads": [], "same": [], "pointers": []}
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(staged.reserve, pieces[1:]).result()
+    found["reserved"] = [memory.data_ptr() for memory in staged.memory.values()]
     for is_for_updates in (lambda name: name != "buffers/b", lambda name: False):
         before, _ = counted.counts()["reads"], Note.told.append("save")
         copies = staged.copy(pieces, is_for_updates=is_for_updates)

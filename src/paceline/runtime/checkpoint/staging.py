@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -20,6 +21,14 @@ class Staging:
         self.memory: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self.all_copied = torch.cuda.Event()
         self._holds_up_update = False
+        self._lock = threading.Lock()
+
+    def reserve(self, pieces: Iterable[TensorPiece]) -> None:
+        """Pin memory for these pieces, so that the first save has it. On a thread of its own: 0.5 s a GB on an H200's
+        host."""
+        torch.cuda.set_device(self.device)  # of this thread, which else would use the first GPU
+        for piece in pieces:
+            self._memory_for(piece)
 
     @torch.no_grad()
     def copy(self, pieces: Sequence[TensorPiece], *, is_for_updates: Callable[[str], bool]) -> list[torch.Tensor]:
@@ -57,9 +66,13 @@ class Staging:
 
     def _copied(self, piece: TensorPiece) -> torch.Tensor:
         tensor = piece.tensor.detach().resolve_conj().resolve_neg()
-        place = piece.name, piece.offsets
-        target = self.memory.get(place)
-        if target is None or (target.shape, target.dtype) != (tensor.shape, tensor.dtype):
-            target = self.memory[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         tensor.record_stream(self.copies)  # else its memory could be used again before it is read
-        return target.copy_(tensor, non_blocking=True)
+        return self._memory_for(piece).copy_(tensor, non_blocking=True)
+
+    def _memory_for(self, piece: TensorPiece) -> torch.Tensor:
+        place, shape, dtype = (piece.name, piece.offsets), piece.tensor.shape, piece.tensor.dtype
+        with self._lock:
+            memory = self.memory.get(place)
+            if memory is None or (memory.shape, memory.dtype) != (shape, dtype):
+                memory = self.memory[place] = torch.empty(shape, dtype=dtype, pin_memory=True)
+            return memory

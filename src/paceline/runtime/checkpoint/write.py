@@ -128,10 +128,14 @@ class Writer:
             self._remove_leftovers()
 
     def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """Begin to take the memory for a snapshot of these pieces: the first save need not wait for it then."""
+        """Begin to take the memory for copies of these pieces: the first save need not wait for it then."""
+        pieces = list(pieces)
         self._snapshot = self._snapshot or Snapshot()
         threading.Thread(target=self._snapshot.reserve, args=(_bytes_on_cpu(pieces),), name="snapshot-memory",
                          daemon=True).start()
+        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
+            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
+            threading.Thread(target=self._staging.reserve, args=(on_gpu,), name="pinned-memory", daemon=True).start()
 
     def save(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None = None, *,
              snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False,
