@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from pathlib import Path
 
 from paceline.launch.imports import OF_RUNS
 
 OF_FORKS = (
     *OF_RUNS, "torch.distributed.fsdp", "torch.distributed.tensor", "torch.export._trace",
-    "torch.profiler._cupti_monitor", "numpy.ctypeslib", "encodings.idna", "paceline.profile.trace",
-    "paceline.strategies.shard.gathers", "paceline.strategies.recompute.attention",
-    "paceline.strategies.server.ranks.train")
+    "numpy.ctypeslib", "encodings.idna", "paceline.profile.trace", "paceline.strategies.shard.gathers",
+    "paceline.strategies.recompute.attention", "paceline.strategies.server.ranks.train",
+    *filter(importlib.util.find_spec, ("torch.profiler._cupti_monitor",)))  # not in torch 2.11
 
 _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # of Linux 6.1 and later

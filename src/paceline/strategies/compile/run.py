@@ -18,6 +18,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from paceline.capture.probe import NOTHING, Observed
 from paceline.capture.randomness import means, without_modes
 from paceline.errors import PlanRefused
+from paceline.strategies.compile.limit import compile_whole
 from paceline.strategies.compile.watch import CompilationWatch
 from paceline.strategies.units import find_units, refuse_scripted
 
@@ -137,7 +138,7 @@ class Compiled:
     def __init__(self, block: str, forward: Callable[..., Any], watch: CompilationWatch, *, most_ways: int,
                  again: str = "") -> None:
         self.block, self.forward, self.watch, self.again = block, forward, watch, again
-        compiled = partial(torch.compile, forward, fullgraph=True, recompile_limit=most_ways)
+        compiled = partial(compile_whole, forward, most_ways=most_ways)
         self.drawing, self.with_means = compiled(backend=inductor), compiled(backend=inductor_with_means)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
