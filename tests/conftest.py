@@ -23,6 +23,7 @@ from preloaded import OF_FORKS, capture_once, use_huge_pages
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.launch import aside
+from paceline.launch.fork import start_autograd_without_gpus
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.imports import load_modules
 from paceline.launch.local import run_local
@@ -32,6 +33,7 @@ from paceline.verbs import checks, prediction
 load_modules(OF_FORKS)
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
 torch.set_num_threads(1)  # ranks are forks, and the tests' sums are small
+start_autograd_without_gpus()  # before the first fake tensors
 capture_once()
 
 # The same examples everywhere and always, however busy the machine is.

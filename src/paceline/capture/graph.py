@@ -26,6 +26,7 @@ from paceline.capture.opaque import Call, CannotRecord, OpaqueModules, TakesGrad
 from paceline.capture.state import Bindings, draws_state, generators_kept, state_kept
 from paceline.errors import PlanRefused
 from paceline.launch.failure import user_frames
+from paceline.launch.fork import start_autograd_without_gpus
 
 aten = torch.ops.aten
 # Operators that change running statistics without saying so in their schema: the positions of these arguments, and of
@@ -178,6 +179,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         CaptureFailed: the course of the model depends on values, or something else can't be recorded; the message
             has the line.
     """
+    start_autograd_without_gpus()
     opaque = opaque or OpaqueModules()
     while True:
         try:

@@ -25,7 +25,7 @@ from paceline.errors import JobError, PacelineError
 from paceline.job import AUTOCAST, Job
 from paceline.job.batches import collated, mapped
 from paceline.job.foreign_fields import model_hint
-from paceline.launch.fork import cuda_left_alone, in_a_fork
+from paceline.launch.fork import cuda_left_alone, in_a_fork, start_autograd_without_gpus
 from paceline.profile.attention import SparedBySelective
 from paceline.profile.blocks import CalledAgain, NotStoodFor, Repeats, unit_of
 from paceline.profile.calls import NO_CALLS, OperatorCall, OperatorCalls
@@ -71,6 +71,7 @@ def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profil
         Exception: whatever the model's own constructor raises; a RuntimeError in its place where a fork ran it.
     """
     if device == "cpu" or torch.cuda.is_initialized():
+        start_autograd_without_gpus()
         return _profile(job, samples, torch.device(device), like, built)
     profile: Profile = value_of(in_a_fork(lambda: plain(_profile(job, samples, torch.device(device), like, built))))
     return profile
