@@ -28,6 +28,11 @@ def _native_dropout(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch
     return x.clone(), torch.ones_like(x, dtype=torch.bool)
 
 
+def _native_dropout_backward(gradient: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Of what went through as it was."""
+    return gradient.clone()
+
+
 def _rrelu_with_noise(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3,
                       training: bool = False) -> torch.Tensor:
     slope = (lower + upper) / 2
@@ -110,8 +115,10 @@ def without_modes() -> Iterator[bool]:
 
 
 def means() -> dict[Any, Callable[..., Any]]:
-    """What random operators without effects on their arguments are replaced by where a graph is made of them."""
-    return {func: partial(_mean_of, func) for func in _random_operators()}
+    """What random operators without effects on their arguments are replaced by where a graph is made of them, and the
+    backward of those that have one of their own."""
+    return {**{func: partial(_mean_of, func) for func in _random_operators()},
+            torch.ops.aten.native_dropout_backward.default: _native_dropout_backward}
 
 
 @cache
@@ -210,8 +217,8 @@ class WithoutRandomness(TorchDispatchMode):
         if (not (is_random or is_backward) or self._building or _open_drawing
                 or detect_fake_mode(args) is not None):
             return func(*args, **kwargs)
-        if name == "native_dropout_backward":  # of what went through as it was
-            return args[0].clone()
+        if name == "native_dropout_backward":
+            return _native_dropout_backward(*args)
         given = _without_drops(func, args, kwargs)
         if name in _HARMLESS:
             pass

@@ -102,6 +102,15 @@ def test_real_kernels_leave_names_alone_and_name_what_is_compiled_again(tmp_path
     paceline.train(job, "data=2", run=tmp_path / "compiled", steps=5, resume=True)
 
 
+def test_means_of_dropout_have_the_gradient_of_no_dropout() -> None:
+    """In compiled code alone, where nothing else replaces what the backward runs."""
+    block, x = Block(drop=0.2, counts=False).double(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(block.forward, fullgraph=True, backend=traced_with_means)
+    gradient, = torch.autograd.grad(compiled(x).sum(), x)
+    expected, = torch.autograd.grad(block.eval()(x).sum(), x)
+    torch.testing.assert_close(gradient, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.checked_runs
 def test_real_kernels_pass_the_check_with_dropout(tmp_path: Path, cache: None) -> None:
