@@ -31,6 +31,7 @@ from paceline.strategies.shard.exchange import exchange_in_place
 from paceline.strategies.shard.hooks import Hooks, hooks_of
 from paceline.strategies.shard.inputs import WritableInputs, writable_outputs
 from paceline.strategies.shard.order_check import OrderCheck
+from paceline.strategies.shard.unused import reduce_unused
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.units import find_units, is_callable, name_in_model, refuse_scripted
 
@@ -87,7 +88,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
             WritableInputs(unit, path)
         if plan.zero == 3:
             unit.register_forward_hook(_let_go_without_gradients)
-        if observed.cast_dtype is not None and hasattr(module, "set_reduce_scatter_unused_params"):
+        if cast and observed.cast_dtype is not None:
             gather_in(observed.cast_dtype, module, {
                 p for name, p in unit.named_parameters(prefix=path) if name in cast and is_sharded(p)})
     if kind == "cpu":
@@ -117,15 +118,18 @@ def _shard_unit(unit: nn.Module, along: DeviceMesh, whole: set[nn.Parameter], *,
     # Gradients are sums: the loss is already divided by the whole window's count.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    # Ranks may use different parameters of a unit (experts): all take part in its reduction.
-    if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+    reduce_unused(module)
     return module
 
 
 def _gathered_cast(model: nn.Module, observed: Observed, hooked: Collection[str], along: DeviceMesh) -> frozenset[str]:
     """Parameters that are gathered in the dtype that autocast casts them to. Collective."""
+    from torch.distributed.fsdp import FSDPModule
+
     if observed.cast_dtype is None:
+        return frozenset()
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # before torch 2.13; see `gathers.py`
+        logger.info("all parameters are gathered in their own dtype: to gather them cast needs torch 2.13")
         return frozenset()
     cast = _agreed(observed.cast.difference(hooked), model, along)
     if dist.get_rank() == 0:
