@@ -134,16 +134,19 @@ def _quiet() -> Iterator[None]:
     """Without what torch.export tells its developers, and without the line of the model of each operator: finding all
     those lines takes a fifth of an export, and nobody reads them."""
     before, config = logging.root.manager.disable, torch.fx.config
-    had_traces = getattr(config, "do_not_emit_stack_traces", False)  # not in torch 2.11
+    can_leave_out = hasattr(config, "do_not_emit_stack_traces")  # not in torch 2.11, which always finds them
+    emitted_none = can_leave_out and config.do_not_emit_stack_traces
     logging.disable(logging.CRITICAL)
-    config.do_not_emit_stack_traces = True
+    if can_leave_out:
+        config.do_not_emit_stack_traces = True
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
-        config.do_not_emit_stack_traces = had_traces
+        if can_leave_out:
+            config.do_not_emit_stack_traces = emitted_none
 
 
 @contextmanager

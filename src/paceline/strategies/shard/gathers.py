@@ -8,10 +8,12 @@ as they are made, as in the backward of autocast's own cast.
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from paceline.strategies.shard.unused import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -39,8 +41,7 @@ class _Cast(FSDPParam):
 
 def gather_in(dtype: torch.dtype, module: FSDPModule, parameters: Set[torch.Tensor]) -> None:
     """Cast these shards of a module before they are gathered; to be asked for before the first forward."""
-    state: Any = module._get_fsdp_state()
-    for group in state._fsdp_param_groups:
+    for group in groups_of(module):
         for parameter in group.fsdp_params:
             if parameter.sharded_param in parameters:
                 parameter.__class__, parameter.cast_dtype = _Cast, dtype

@@ -124,12 +124,7 @@ def _shard_unit(unit: nn.Module, along: DeviceMesh, whole: set[nn.Parameter], *,
 
 def _gathered_cast(model: nn.Module, observed: Observed, hooked: Collection[str], along: DeviceMesh) -> frozenset[str]:
     """Parameters that are gathered in the dtype that autocast casts them to. Collective."""
-    from torch.distributed.fsdp import FSDPModule
-
     if observed.cast_dtype is None:
-        return frozenset()
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # before torch 2.13; see `gathers.py`
-        logger.info("all parameters are gathered in their own dtype: to gather them cast needs torch 2.13")
         return frozenset()
     cast = _agreed(observed.cast.difference(hooked), model, along)
     if dist.get_rank() == 0:

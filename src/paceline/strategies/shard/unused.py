@@ -15,9 +15,16 @@ def reduce_unused(module: FSDPModule) -> None:
     if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
         module.set_reduce_scatter_unused_params(True, recurse=False)
         return
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is not None:
+    for group in groups_of(module):
         _put_zeros_first(group)
+
+
+def groups_of(module: FSDPModule) -> list[Any]:
+    """FSDP2's groups of the module's own parameters, of which a module has at most one before torch 2.13."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _put_zeros_first(group: Any) -> None:
@@ -29,7 +36,8 @@ def _put_zeros_first(group: Any) -> None:
         for parameter in group.fsdp_params if group.reduce_grads else ():
             if (hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad
                     and parameter.unsharded_param.grad is None and parameter.unsharded_accumulated_grad is None):
-                parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+                whole = parameter.unsharded_param
+                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
         post_backward(*unused)
 
     group.post_backward = with_zeros
