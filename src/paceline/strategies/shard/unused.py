@@ -20,7 +20,7 @@ def reduce_unused(module: FSDPModule) -> None:
 
 
 def groups_of(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the module's own parameters, of which a module has at most one before torch 2.13."""
+    """FSDP2's groups of the module's own parameters, of which a module has at most one in torch 2.11."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
