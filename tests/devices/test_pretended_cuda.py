@@ -125,6 +125,18 @@ def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str
     assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
 
 
+def test_a_generator_of_the_cpu_draws_beside_a_gpu(shop: Workshop):
+    """What is made by it is where it is, as in any script; what is on the GPU is given its numbers."""
+    found = shop.check("generated")
+    on_gpu = {"in place", "a view", "initial", "normal", "bernoulli", "multinomial", "out", "own", "NumPy"}
+    assert found == {name: ["cuda:1" if name in on_gpu else "cpu", True] for name in found}
+
+
+def test_a_generator_in_a_step_is_refused_on_gpus_as_on_cpus(shop: Workshop):
+    errors = [shop.ask("refused generator", "single", f"{kind}:0")["error"] for kind in ("cuda", "cpu")]
+    assert all("the step draws from a generator of its own (randn)" in error for error in errors), errors
+
+
 @pytest.mark.parametrize(("job", "plan"), [
     ("few blocks", "tensor=2 recompute=full"), ("statistics", "data=2 recompute=full"), *(
         pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in (

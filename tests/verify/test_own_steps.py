@@ -15,14 +15,14 @@ from planted import Plant, no_bug, verified
 from safetensors.torch import load_file
 
 import paceline
-from paceline.errors import JobError, PlanError
+from paceline.errors import JobError, PlanError, TrainingError
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.planner.problem import check_step
 from paceline.profile.named import priced
 from paceline.runtime.feed import MicroBatch
 from paceline.runtime.named_parts import _OfPart
 from paceline.runtime.step_batch import StepBatch
-from paceline.runtime.step_draws import WindowDraws
+from paceline.runtime.step_draws import MakesOn, WindowDraws
 from paceline.runtime.verbs import Verbs
 from paceline.strategies.server.ranks.meetings import Meetings, Sums
 from paceline.strategies.server.ranks.server_state import ServerState
@@ -321,6 +321,19 @@ def test_a_step_draws_in_the_precision_of_the_job_and_by_no_generator_of_its_own
         with pytest.raises(paceline.PacelineError, match="generator of its own"):
             torch.randn(3, generator=torch.Generator().manual_seed(0))
     assert torch.zeros(2).dtype is torch.float32
+
+
+def test_what_a_generator_draws_is_on_its_device() -> None:
+    """As where no device is the default. In a step it is refused, wherever the tensor would be."""
+    generator, elsewhere = torch.Generator(), torch.device("meta")
+    expected = torch.randint(8, (3,), generator=generator.manual_seed(3))
+    with MakesOn(elsewhere, "float32"):
+        assert torch.equal(torch.randint(8, (3,), generator=generator.manual_seed(3)), expected)
+        assert torch.zeros(3).device == torch.randn(3).device == elsewhere
+
+    with (WindowDraws(rows=3, first=0, count=3, key=(0,), device=elsewhere),
+          pytest.raises(TrainingError, match="generator of its own")):
+        torch.randn(3, generator=generator)
 
 
 def test_what_a_rank_gathers_and_runs_alike() -> None:

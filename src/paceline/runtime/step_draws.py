@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.capture.randomness import drawing
 from paceline.errors import TrainingError
@@ -24,11 +24,38 @@ from paceline.runtime.streams import key_to_seed, seed_streams
 _BY_VALUE = ("_sample_dirichlet", "_standard_gamma", "binomial", "poisson")
 
 
+class _DefaultDevice(DeviceContext):
+    """torch's own default device, but for draws from a generator, which belongs to one device.
+
+    What such a draw makes is where the generator is, as it is without a default device. Tensors that it is given are on
+    the default device if the same code made them: they, and what it returns then, get the numbers that it draws beside
+    the generator.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if generator is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in _device_constructors() and kwargs.get("device") is None and kwargs.get("out") is None:
+            return func(*args, **{**kwargs, "device": generator.device})
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if all(tensor.device == generator.device for tensor in given):
+            return func(*args, **kwargs)
+        beside = {id(tensor): tensor.to(generator.device) for tensor in given}
+        args, kwargs = tree_map(lambda leaf: beside.get(id(leaf), leaf), (args, kwargs))
+        drawn = func(*args, **kwargs)
+        written = next((tensor for tensor in given if beside[id(tensor)] is drawn), None)
+        return drawn.to(given[0].device) if written is None else written.copy_(drawn)
+
+
 class MakesOn:
-    """While this is entered, torch.zeros(3) and the like are on the device, and float64 in a job of that precision."""
+    """While this is entered, torch.zeros(3) and the like are on the device, and float64 in a job of that precision.
+
+    What a generator draws is on the generator's device.
+    """
 
     def __init__(self, device: torch.device, precision: str) -> None:
-        self._context = None if device.type == "cpu" else DeviceContext(device)
+        self._context = None if device.type == "cpu" else _DefaultDevice(device)
         self._dtype, self._outside = torch.float64 if precision == "float64" else None, torch.get_default_dtype()
 
     def __enter__(self) -> None:

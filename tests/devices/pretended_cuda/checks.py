@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, random_split
 
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
@@ -95,6 +95,40 @@ def device() -> dict[str, Any]:
     found["draws"] = [torch.equal(draws[0], torch.rand(3, device="cuda:1")), torch.equal(draws[0], draws[1])]
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found["autocast"] = str((x @ x).dtype), str(x.sum().dtype), str(F.softmax((x @ x), 0).dtype)
+    return found
+
+
+def generated() -> dict[str, Any]:
+    """Of draws from a generator of the CPU, in code that makes tensors on a GPU: where each is, and whether it holds
+    the numbers that the CPU draws."""
+    from paceline.runtime.step_draws import MakesOn
+
+    draws: dict[str, Callable[[torch.Generator], Tensor]] = {
+        "randn": lambda g: torch.randn(3, 2, generator=g), "randint": lambda g: torch.randint(9, (5,), generator=g),
+        "randperm": lambda g: torch.randperm(7, generator=g),
+        "normal of a size": lambda g: torch.normal(0.0, 2.0, (3,), generator=g),
+        "named": lambda g: torch.randn(3, generator=g, device="cpu"),
+        "split": lambda g: torch.tensor(random_split(range(9), [4, 5], generator=g)[0].indices, device="cpu"),
+        "in place": lambda g: torch.empty(5).normal_(generator=g),
+        "a view": lambda g: torch.zeros(2, 3).t().uniform_(generator=g),
+        "initial": lambda g: nn.init.xavier_uniform_(torch.empty(3, 3), generator=g),
+        "normal": lambda g: torch.normal(torch.arange(3.0), torch.ones(3), generator=g),
+        "bernoulli": lambda g: torch.bernoulli(torch.full((9,), 0.5), generator=g),
+        "multinomial": lambda g: torch.multinomial(torch.ones(4), 3, generator=g),
+        "out": lambda g: torch.randn(4, generator=g, out=torch.empty(4)),
+        "sampler": lambda g: torch.tensor(list(RandomSampler(range(9), generator=g)), device="cpu"),
+        "drawn sampler": lambda g: torch.tensor(list(RandomSampler(range(9), True, 4, generator=g)), device="cpu"),
+        "loader": lambda g: next(iter(DataLoader(torch.arange(6, device="cpu"), 6, True, generator=g)))}
+    found = {}
+    for name, draw in draws.items():
+        expected = draw(torch.Generator().manual_seed(3))
+        with MakesOn(torch.device("cuda", 1), "float32"):
+            drawn = draw(torch.Generator().manual_seed(3))
+        found[name] = [str(drawn.device), torch.equal(drawn.cpu(), expected)]
+    with MakesOn(torch.device("cuda", 1), "float32"):
+        found["own"] = [str(torch.rand(3, generator=torch.Generator("cuda:1")).device), True]
+        found["NumPy"] = [str(torch.tensor(np.random.default_rng(0).normal(size=3)).device), True]
+        found["shared"] = [str(torch.from_numpy(np.zeros(3)).device), True]
     return found
 
 

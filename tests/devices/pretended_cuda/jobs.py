@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -272,6 +274,23 @@ def distillation() -> paceline.Job:
                         data=numbers(48), batch=12, steps=4, precision="float64")
 
 
+def of_a_generator() -> paceline.Job:
+    """The example of a step of one's own, whose `validate` draws from a generator of the CPU."""
+    example = paceline.load(str(Path(__file__).parents[3] / "examples" / "06_own_step.py"), {"steps": 3})
+    return replace(example, precision="float64")
+
+
+def refused_generator() -> paceline.Job:
+    """Its step does so, which is refused on every device."""
+    def step(ctx: paceline.StepContext, batch: Any) -> None:
+        noise = torch.randn(len(batch), 8, generator=torch.Generator().manual_seed(1))
+        ctx.backward("critic", noise, lambda output, batch: output.square().mean())
+        ctx.update("critic")
+
+    return paceline.Job(models={"critic": lambda: Blocks(depth=1)}, step=step, data=numbers(48), batch=12, steps=2,
+                        optimizers={"critic": lambda named: torch.optim.SGD(named, lr=1e-2)})
+
+
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -358,6 +377,8 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "fails on one GPU": lambda: regression(FailsOnOneGpu),
     "gan": gan,
     "distillation": distillation,
+    "of a generator": of_a_generator,
+    "refused generator": refused_generator,
     "padded llama": padded_llama,
     "begun": lambda: regression(Blocks, init={name: torch.linspace(-0.2, 0.2, value.numel()).view_as(value)
                                               for name, value in Blocks().state_dict().items()}),
