@@ -43,7 +43,8 @@ class Variation:
     """How a run differs from the plain one: a change that exact arithmetic would not notice, or a cut.
 
     cuts: micro-batches a batch. shake: added to or taken from every gradient, by a fixed draw, in units of the largest.
-    permuted: whether the samples of each batch come in another order. nudge: relative change of every initial weight.
+    permuted: whether the samples of each batch come in another order. nudge: relative change of every initial weight;
+    Adam's betas are rounded to float32 then, too.
     """
 
     cuts: int = 1
@@ -112,6 +113,8 @@ class PlainRun:
     def make_optimizer(self) -> None:
         """A new optimizer, and its schedule, for the weights as they are."""
         self.optimizer = self.job.optimizer(self.named)
+        if self.variation.nudge:
+            _round_betas(self.optimizer)
         self.needs_closure = needs_closure(self.optimizer, self.job.optimizer, dict(self.named))
         self.schedule = self.job.lr_schedule(self.optimizer) if self.job.lr_schedule else None
 
@@ -525,6 +528,13 @@ def _nudge(weights: Iterable[torch.Tensor], relative: float, draws: torch.Genera
         for weight in weights:
             sign = torch.randint(2, weight.shape, generator=draws) * 2 - 1
             weight += weight * sign.to(weight) * relative
+
+
+def _round_betas(optimizer: torch.optim.Optimizer) -> None:
+    """Let Adam and its like have betas as float32 holds them, but for weights in float64."""
+    for group in optimizer.param_groups:
+        if "betas" in group and any(p.dtype != torch.float64 for p in group["params"]):
+            group["betas"] = tuple(torch.tensor(float(beta), dtype=torch.float32).item() for beta in group["betas"])
 
 
 def greatest(tensors: Iterable[torch.Tensor]) -> float:
