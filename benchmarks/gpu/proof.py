@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import command
+from paceline.errors import PlanRefused
 
 # In float32, where convolutions may use TF32 and attention is a fused kernel, and in bf16.
 JOBS = ("float32", "images in float32", "attention in float32", "half")
@@ -20,7 +21,8 @@ def proof(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[
           names: Sequence[str] = JOBS,
           jobs: int = 1) -> list[dict[str, Any]]:
     """A row for each job and each plan: what `verify` says of those that the GPUs are enough for, and whether two runs
-    with deterministic=yes have the same weights. In these, two ranks share the only GPU.
+    with deterministic=yes have the same weights, or are refused as an operator has no deterministic form. In these, two
+    ranks share the only GPU.
 
     Args:
         jobs: How many commands run at a time.
@@ -55,6 +57,14 @@ def _repeated(gpus: int, folder: Path, python: Sequence[str], job: str, plan: st
         ended = command.run(command.train(python, "job", row["plan"], command.devices(plan, gpus), run, "--set",
                                           f"name={job}", "--check", "no"))
         if ended.exit_code != 0:
-            return {**row, "verdict": "failed", "reason": ended.reason, "said": ended.said}
+            refusal = _refusal(ended)
+            return {**row, "verdict": "refused" if refusal else "failed", "reason": refusal or ended.reason,
+                    "said": ended.said}
         digests.add(hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest())
     return {**row, "verdict": "repeats" if len(digests) == 1 else "differs", "reason": ""}
+
+
+def _refusal(ended: command.Ended) -> str:
+    """The line of a refused run that names an operator without a deterministic form; "" if it did not end by that."""
+    lines = ended.stderr.splitlines() if ended.exit_code == PlanRefused.exit_code else []
+    return next((line for line in lines if "has no deterministic form" in line), "")

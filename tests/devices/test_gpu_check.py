@@ -77,6 +77,20 @@ def test_relaxed_plans_are_compared_with_themselves(tmp_path: Path, monkeypatch:
                      ("data=2 local=2", "2xcuda:0")]
 
 
+@pytest.mark.timeout(120)
+def test_a_job_that_can_not_repeat_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As it should be: its row names the operator, and is nothing wrong. Another failure is."""
+    monkeypatch.setattr(command, "devices", lambda plan, gpus: "cpu:0")
+    arguments = 1, tmp_path, [sys.executable]
+    row = proof._repeated(*arguments, "without a deterministic form", "single")
+    assert row["verdict"] == "refused" and row["reason"].startswith("the operator 'put_' has no deterministic form")
+    assert "hint: use another operator" in row["said"] and page.wrong({"proof": [row]}) == []
+
+    monkeypatch.setattr(command, "run", lambda given: ended("error: no such job", exit_code=2))
+    row = proof._repeated(*arguments, "unknown", "single")
+    assert row["verdict"] == "failed" and len(page.wrong({"proof": [row]})) == 1
+
+
 def test_a_contender_that_fails_is_left_out():
     """The others are compared pair by pair."""
     runs = iter([2.0, 1.0, 4.0, 1.0])
