@@ -65,7 +65,8 @@ def test_a_gpu_that_torch_can_not_use_is_named(machine: Machine, nodes: tuple[st
     assert found is not None and reason in found.reason and way_out in found.way_out
     with pytest.raises(ClusterError) as refused:
         Cluster.local(num_ranks=2)
-    assert reason in str(refused.value) and "--devices cpu:0-1 trains on the CPU" in str(refused.value)
+    assert reason in str(refused.value)
+    assert '--devices cpu:0-1 (in Python devices="cpu:0-1") trains on the CPU' in str(refused.value)
     assert [str(device) for device in Cluster.local("cpu:0-1").devices] == ["cpu:0", "cpu:1"]
 
 

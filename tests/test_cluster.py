@@ -92,7 +92,10 @@ def test_cpus_can_be_asked_for_beside_gpus():
     ("2xcuda:0,cuda:0", None, "a device is named twice"), ("2xcuda:0-1,3xcuda:1", None, "named twice"),
     ("2xcpu:0", None, "'2xcpu:0' is not a number of ranks that share a GPU"), ("0xcuda:0", None, "not a number of"),
     ("cuda:0x2", None, "can't read device 'cuda:0x2'"), ("2x", None, "can't read device"),
-    (None, 5, "--devices 5xcuda:0 lets ranks share a GPU"), (["cuda:0"], None, "devices is text, got ['cuda:0']"),
+    (None, 5, 'a plan of at most 4 ranks, or --devices cpu:0-4 (in Python devices="cpu:0-4"); for a test, --devices '
+              '5xcuda:0 (in Python devices="5xcuda:0") lets ranks share a GPU'),
+    ("cuda:9", None, '--devices cpu:0 (in Python devices="cpu:0") runs on the CPU'),
+    (["cuda:0"], None, "devices is text, got ['cuda:0']"),
 ])
 def test_devices_that_make_no_sense_are_refused(devices: str | None, num_ranks: int | None, message: str):
     """The message names the device and what there is."""

@@ -344,7 +344,7 @@ class Cluster:
             for kind, index in named:
                 if kind == "cuda" and index >= len(here):
                     raise ClusterError(f"there is no cuda:{index}: this machine has {len(here)} GPUs",
-                                       hint="--devices cpu:0,cpu:1 runs on the CPU")
+                                       hint=f"{_asked('cpu:0')} runs on the CPU")
         elif here and (num_ranks or 1) - num_cpu_ranks <= len(here):
             num_gpu_ranks = len(here) if num_ranks is None else num_ranks - num_cpu_ranks
             named = _with_cpus([("cuda", i) for i in range(num_gpu_ranks)], num_cpu_ranks, "")
@@ -353,11 +353,12 @@ class Cluster:
             needed, beside = num_ranks - num_cpu_ranks, num_cpu_ranks and f" beside {num_cpu_ranks} on CPUs"
             raise ClusterError(
                 f"{needed} ranks{beside or ''} need {needed} GPUs and this machine has {len(here)}",
-                hint=f"a plan of at most {len(here)} ranks{beside or ''}, or --devices cpu:0-{num_ranks - 1}; for a "
-                     f"test, --devices {needed}xcuda:0 lets ranks share a GPU")
+                hint=f"a plan of at most {len(here)} rank{'s' * (len(here) > 1)}{beside or ''}, or "
+                     f"{_asked(f'cpu:0-{num_ranks - 1}')}; for a test, {_asked(f'{needed}xcuda:0')} lets ranks share a "
+                     "GPU")
         elif idle := unusable():
             cpus = f"cpu:0-{num_ranks - 1}" if num_ranks and num_ranks > 1 else "cpu:0"
-            raise ClusterError(idle.reason, hint=f"{idle.way_out}; --devices {cpus} trains on the CPU")
+            raise ClusterError(idle.reason, hint=f"{idle.way_out}; {_asked(cpus)} trains on the CPU")
         else:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
         num_cpu, sharing = sum(kind == "cpu" for kind, _ in named), Counter(named)
@@ -439,6 +440,11 @@ def usable_memory_bytes() -> int:
         if text.isdigit():
             limits.append(int(text))
     return min(limits)
+
+
+def _asked(devices: str) -> str:
+    """How a user asks for devices, of a command and of a function."""
+    return f'--devices {devices} (in Python devices="{devices}")'
 
 
 def _cpu(index: int, num_cpu_ranks: int) -> Device:
