@@ -1,6 +1,7 @@
 """Handwritten digits and a small convolutional net: a complete job.
 
-    paceline train examples/01_digits.py --plan data=2
+    paceline train examples/01_digits.py                                    # the fastest plan for the devices here
+    paceline train examples/01_digits.py --plan data=2 --devices cpu:0-1    # two ranks, without --devices a GPU each
 """
 
 import torch

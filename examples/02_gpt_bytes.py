@@ -1,6 +1,6 @@
 """A small GPT that learns to write Python from the bytes of Python's own standard library.
 
-    paceline train examples/02_gpt_bytes.py --plan data=2
+    paceline train examples/02_gpt_bytes.py --plan data=2 --devices cpu:0-1
 """
 
 import sysconfig

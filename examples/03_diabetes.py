@@ -1,6 +1,6 @@
 """Tabular regression: the progression of diabetes a year later, from ten measurements of a patient.
 
-    paceline train examples/03_diabetes.py --plan data=2
+    paceline train examples/03_diabetes.py --plan data=2 --devices cpu:0-1
 """
 
 import torch

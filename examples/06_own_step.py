@@ -1,6 +1,6 @@
 """A GAN that learns eight clusters of points: two models, two optimizers, an average of weights, no ranks.
 
-    paceline train examples/06_own_step.py --plan data=2
+    paceline train examples/06_own_step.py --plan data=2 --devices cpu:0-1
     paceline verify examples/06_own_step.py
 """
 

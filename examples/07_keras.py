@@ -26,7 +26,7 @@ def digits_model():
     ])
 
 
-def main(plan="data=2", epochs=8, samples=1797):
+def main(plan, devices, epochs=8, samples=1797):
     pixels, digits = load_digits(return_X_y=True)
     x, y = (pixels / 16).reshape(-1, 8, 8, 1).astype("float32")[:samples], digits[:samples]
     keras.utils.set_random_seed(0)
@@ -34,6 +34,7 @@ def main(plan="data=2", epochs=8, samples=1797):
     model.compile(optimizer=keras.optimizers.Adam(3e-3), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     history = pl.keras.fit(  # was: model.fit(
         model, x, y, batch_size=64, epochs=epochs, validation_split=0.2, verbose=0, plan=plan,
+        devices=devices,  # without it, on a machine with GPUs, each rank has one
         callbacks=[keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True)])
     print(f"{plan}: {len(history.history['loss'])} epochs, validation loss {min(history.history['val_loss']):.4f}, "
           f"accuracy {max(history.history['val_accuracy']):.4f}")
@@ -41,5 +42,5 @@ def main(plan="data=2", epochs=8, samples=1797):
 
 
 if __name__ == "__main__":
-    main("data=1")
-    main("data=2")
+    main("data=1", "cpu:0")
+    main("data=2", "cpu:0-1")

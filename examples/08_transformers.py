@@ -1,7 +1,8 @@
 """A fine-tuning script of Transformers with one changed import: a small Llama learns to write Python.
 
     python examples/08_transformers.py                        # the fastest plan for the devices that are here
-    PACELINE_PLAN="data=2" python examples/08_transformers.py
+    CUDA_VISIBLE_DEVICES= PACELINE_PLAN="data=2" python examples/08_transformers.py    # two ranks; without the first
+                                                              # variable, on a machine with GPUs, each has one
 """
 
 import sysconfig

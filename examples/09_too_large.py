@@ -1,7 +1,7 @@
 """A net whose weights, gradients and AdamW state are too large for one process: each of four ranks holds a quarter.
 
-    paceline train examples/09_too_large.py --plan single --memory 192MiB        # refused, with the plans that fit
-    paceline train examples/09_too_large.py --plan pipeline=4 --memory 192MiB
+    paceline train examples/09_too_large.py --plan single --devices cpu:0 --memory 192MiB    # refused
+    paceline train examples/09_too_large.py --plan pipeline=4 --devices cpu:0-3 --memory 192MiB
 """
 
 import torch

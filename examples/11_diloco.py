@@ -1,7 +1,7 @@
 """Replicas over slow links that meet every 20 steps (DiLoCo), in a model of the next byte of Python's own library.
 
     paceline plan examples/11_diloco.py --cluster examples/11_slow_links.toml --relaxed      # what these links allow
-    paceline train examples/11_diloco.py --plan "data=2 local=20 outer=diloco compress=int8"
+    paceline train examples/11_diloco.py --plan "data=2 local=20 outer=diloco compress=int8" --devices cpu:0-1
 """
 
 import sysconfig

@@ -13,6 +13,7 @@ import torch
 import paceline as pl
 from paceline.choices import choosing
 from paceline.errors import PlanError
+from paceline.plans import Plan
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # The plan that an example is about, and settings that make it small.
@@ -41,6 +42,25 @@ def test_every_example_is_run_and_numbered():
         assert f"examples/{name}" in text.split('"""')[1]
         assert len(text.splitlines()) <= 90
         assert f"| `{name}` |" in (EXAMPLES.parent / "docs" / "examples.md").read_text(encoding="utf-8")
+
+
+def test_commands_that_train_an_example_run_on_any_machine():
+    """With GPUs, without, and with fewer than ranks: as written, in docstrings and on pages."""
+    texts = [path.read_text(encoding="utf-8") for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.parent.glob("*.md"),
+                                                           *EXAMPLES.parent.glob("docs/**/*.md"))]
+    lines = [line for text in texts
+             for line in re.findall(r"^ {4}(?:\$ )?paceline train (examples/\S+.*)$", text, re.MULTILINE)]
+    assert len(lines) > 20
+    for line in lines:
+        given = re.search(r"--devices cpu:(?:0|0-(\d))(?: |$)", line)
+        plan = re.search(r"--plan (?:\"(.*?)\"|(\S+))", line)
+        if plan is None:  # the fastest for the devices that are here
+            assert given is None and "--memory" not in line, line
+            continue
+        text = plan[1] or plan[2]
+        ranks = 2 if "gossip" in text else Plan.parse(text).world_size
+        if ranks > 1 or "--memory" in line:
+            assert given is not None and int(given[1] or 0) + 1 == ranks, line
 
 
 @pytest.mark.parametrize("name", [
@@ -106,5 +126,6 @@ def test_the_script_of_keras_equals_one_process(capsys: pytest.CaptureFixture[st
     """A small form: the same history on two ranks as on one."""
     pytest.importorskip("keras")
     main = runpy.run_path(str(EXAMPLES / "07_keras.py"))["main"]
-    (_, one), (_, two) = main("data=1", epochs=1, samples=100), main("data=2", epochs=1, samples=100)
+    (_, one), (_, two) = (main(plan, devices, epochs=1, samples=100)
+                          for plan, devices in (("data=1", "cpu:0"), ("data=2", "cpu:0-1")))
     assert two.history["val_loss"] == pytest.approx(one.history["val_loss"], rel=1e-4)

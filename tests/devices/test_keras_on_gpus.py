@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pretended_cuda.client import Workshop
+from pretended_cuda.client import Workshop, Workshops
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600),
               pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed")]
@@ -113,3 +113,11 @@ def test_a_model_trains_on_gpus_as_on_one_cpu(shop: Workshop, plan: str, devices
     assert devices_of_model == ["cuda:0"]
     for expected in plain:
         _near(figures, expected[:-1])
+
+
+@pytest.mark.slow
+def test_the_example_runs_with_one_gpu(workshops: Workshops, tmp_path: Path):
+    """Its two ranks are on CPUs, and so is what they are compared with."""
+    with workshops.open(tmp_path, devices=1) as shop:
+        one, two = shop.script(Path(__file__).parents[2] / "examples" / "07_keras.py").splitlines()
+    assert one.removeprefix("data=1: ") == two.removeprefix("data=2: ")
