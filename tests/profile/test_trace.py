@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.launch.fork import in_a_fork
-from paceline.profile import profile_job
+from paceline.profile import profile_job, recorder
 
 WIDTH, BATCH, FLOAT = 16, 8, 4
 
@@ -204,6 +204,18 @@ def test_the_update_is_run_once():
     alone = profile_job(replace(job, precision="bf16"))
     assert (other.update, other.update_peak_bytes, other.parameters, other.segments) == (
         alone.update, alone.update_peak_bytes, alone.parameters, alone.segments)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention", "efficient_attention", "cudnn_attention",
+                                    "flash_attention_for_cpu"])
+def test_heads_that_share_keys_are_counted_as_if_each_had_its_own(kernel: str):
+    """On whichever device: the kernels read them so."""
+    query, shared, own = (torch.empty(2, heads, 5, 4, device="meta") for heads in (6, 2, 6))
+    for name, first in ((f"_scaled_dot_product_{kernel}", ()), (f"_scaled_dot_product_{kernel}_backward", (query,))):
+        formula = recorder._FORMULAS[getattr(torch.ops.aten, name)]
+        products = 5 if first else 2
+        assert formula(*first, query, shared, shared, out_val=None) == formula(*first, query, own, own, out_val=None)
+        assert formula(*first, query, shared, shared, out_val=None) == products * 2 * 2 * 6 * 5 * 5 * 4
 
 
 def test_attention_on_the_cpu_is_counted():

@@ -318,12 +318,18 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _flash(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, *_with_heads_of(query, key, value))
 
 
-def _flash_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, *_with_heads_of(query, key, value))
+
+
+def _with_heads_of(query: Any, *others: Any) -> list[tuple[int, ...]]:
+    """Shapes of keys or values as a kernel reads them, where several heads of queries share one of theirs. torch's own
+    formulas refuse that up to 2.11."""
+    return [(*other.shape[:1], *query.shape[1:2], *other.shape[2:]) for other in others]
 
 
 def _recurrent(x: Any, weight: Any, recurrent: Any, *args: Any, **kwargs: Any) -> int:
@@ -353,8 +359,13 @@ _SLOWER = {"max_pool2d_with_indices": 7}
 # The causal half that a kernel may skip is counted, as it is there.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: _flash,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    **dict.fromkeys((aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+                     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu),
+                    _attention),
+    **dict.fromkeys((aten._scaled_dot_product_flash_attention_backward,
+                     aten._scaled_dot_product_efficient_attention_backward,
+                     aten._scaled_dot_product_cudnn_attention_backward,
+                     aten._scaled_dot_product_flash_attention_for_cpu_backward), _attention_backward),
     aten.mkldnn_rnn_layer: _recurrent,
     aten.mkldnn_rnn_layer_backward: _recurrent_backward,
 }
