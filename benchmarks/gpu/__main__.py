@@ -13,11 +13,12 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from benchmarks.gpu import command, page
@@ -37,7 +38,7 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
           cells: Sequence[tuple[str, str]] = CELLS, models: Any = MODELS,
           plans: Sequence[str] = PLANS, rounds: int = ROUNDS,
           precisions: Sequence[str] = PRECISIONS, jobs: int = 1) -> dict[str, Any]:
-    """The whole document, which is written after every part.
+    """The whole document, which is written after every row.
 
     Args:
         minutes: After which nothing new is begun.
@@ -56,7 +57,7 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
     document: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **found}
     with tempfile.TemporaryDirectory(prefix="paceline-gpu-check-") as name:
         arguments = (len(found["gpus"]), Path(name), python, lambda: time.monotonic() > ends_s)
-        made = {"machine": partial(machine, python), "matrix": partial(_matrix, *arguments, cells=cells, jobs=jobs),
+        made = {"matrix": lambda: map(asdict, matrix(*arguments, cells=cells, jobs=jobs)),
                 "proof": partial(proof, *arguments, jobs=jobs),
                 "failures": partial(failures, *arguments, jobs=jobs),
                 "recovery": partial(recovery, *arguments, jobs=jobs),
@@ -64,17 +65,31 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
                 "speed": partial(speed, *arguments, models=models, rounds=rounds, precisions=precisions)}
         for part in parts:
             print(f"{part}:", file=sys.stderr)
-            document[part] = made[part]()
-            output.write_text(json.dumps(document, indent=1) + "\n")
+            if part == "machine":
+                document[part] = machine(python)
+            else:
+                document[part] = []
+                for row in made[part]():
+                    document[part].append(row)
+                    _tell(row)
+                    _write(document, output)
+            _write(document, output)
     return document
 
 
-def _matrix(*arguments: Any, cells: Sequence[tuple[str, str]], jobs: int) -> list[dict[str, Any]]:
-    rows = []
-    for cell in matrix(*arguments, cells=cells, jobs=jobs):
-        print(f"  {cell.job} under {cell.plan}: {cell.verdict} {cell.reason}", file=sys.stderr)
-        rows.append(asdict(cell))
-    return rows
+def _tell(row: Mapping[str, Any]) -> None:
+    """A line for people who wait; of a command that failed, also what it said."""
+    name = ", ".join(row[key] for key in ("job", "failure", "model", "precision", "contender", "plan") if key in row)
+    print(f"  {name}: {row.get('verdict', '')} {row.get('reason', '')}".rstrip(), file=sys.stderr)
+    if row.get("said") and row.get("verdict", "failed") in ("failed", "differs"):
+        print(indent(row["said"], "    "), file=sys.stderr)
+
+
+def _write(document: Mapping[str, Any], output: Path) -> None:
+    """In one move: a check may be killed at any time."""
+    unfinished = output.with_name(f"{output.name}.part")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished.replace(output)
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from paceline.plans import Plan
 PYTHON = (sys.executable,)
 Given, Made = TypeVar("Given"), TypeVar("Made")
 TIMEOUT_S = 300.0  # torch takes some seconds to start CUDA, and a compiled model a minute
+PATIENCE_S = 100.0  # of a training: a rank that hangs is named while its command still runs
 SAID_CHARACTERS = 3000
 
 
@@ -35,10 +36,18 @@ class Ended:
     def reason(self) -> str:
         """Why it failed, in a line."""
         if self.exit_code is None:
-            return f"took longer than {self.seconds:.0f} s"
-        lines = [line for line in self.stderr.strip().splitlines() if line.strip()]
-        told = [line for line in lines if "error" in line.lower()] or lines[-1:] or [f"exit code {self.exit_code}"]
-        return told[0].strip()[:300]
+            return f"took longer than {self.seconds:.0f} s; {self._told}".removesuffix("; ")
+        return self._told or f"exit code {self.exit_code}"
+
+    @property
+    def _told(self) -> str:
+        """Its line about an error or a rank that hangs, with what follows a colon; else the last one."""
+        lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
+        marked = (number for mark in ("error", "warning: rank") for number, line in enumerate(lines)
+                  if mark in line.lower())
+        first = next(marked, len(lines) - 1)
+        announces = bool(lines) and lines[first].endswith(":")
+        return " ".join(lines[first:first + 1 + announces])[:300]
 
     @property
     def said(self) -> str:
@@ -91,6 +100,7 @@ def train(python: Sequence[str], job: str, plan: str, devices: str, run_dir: Pat
     Args:
         python: What runs Python.
         job: The function of the file.
+        options: More of the command; one that is given twice counts as it comes last.
     """
     return [*python, "-m", "paceline", "train", f"{Path(__file__).with_name('jobs.py')}:{job}", "--plan", plan,
-            "--devices", devices, "--run", str(run_dir), "--json", *options]
+            "--devices", devices, "--run", str(run_dir), "--json", "--patience", f"{PATIENCE_S:g}", *options]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ PATIENCE_S = 5
 
 
 def failures(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool],
-             jobs: int = 1) -> list[dict[str, Any]]:
+             jobs: int = 1) -> Iterator[dict[str, Any]]:
     """A row a case, so many at a time. seconds_to_end: from the failure to the end of the command, where the job notes
     its time."""
     def row_of(case: tuple[str, str, str, int]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def failures(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callab
             row |= _tried(folder / job, job, plan, devices, expected, python)
         return row
 
-    return list(command.beside(jobs, row_of, CASES))
+    return command.beside(jobs, row_of, CASES)
 
 
 def _tried(folder: Path, job: str, plan: str, devices: str, expected: int, python: Sequence[str]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def matrix(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable
             return None
         run_dir = folder / f"matrix-{next(numbers)}"
         ended = command.run(command.train(python, "job", run.plan, run.devices, run_dir, "--set", f"name={run.job}",
-                                          "--check", "no"))
+                                          "--check", "no", "--restarts", "0"))
         return _read(run_dir, ended.seconds) if ended.exit_code == 0 else ended
 
     runs = list(dict.fromkeys(run for job, plan in cells for run in (_reference(job, plan), _on_gpus(job, plan, gpus))))

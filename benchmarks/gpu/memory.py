@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ STEPS = 6
 
 def memory(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *,
            models: Mapping[str, Mapping[str, Any]] = MODELS, plans: Sequence[str] = PLANS,
-           jobs: int = 1) -> list[dict[str, Any]]:
+           jobs: int = 1) -> Iterator[dict[str, Any]]:
     """A row a plan, of the first model: bytes of the rank that needs most. So many at a time."""
     name = next(iter(models))
 
@@ -31,7 +31,7 @@ def memory(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable
                                           str(STEPS), "--check", "no", *settings_of(models[name])))
         return {**row, **_figures(ended)}
 
-    return list(command.beside(jobs, row_of, enumerate(plans)))
+    return command.beside(jobs, row_of, enumerate(plans))
 
 
 def _figures(ended: command.Ended) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ REPEATED = ("single", "data=2", "shard=2", "tensor=2")
 
 def proof(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool],
           names: Sequence[str] = JOBS,
-          jobs: int = 1) -> list[dict[str, Any]]:
+          jobs: int = 1) -> Iterator[dict[str, Any]]:
     """A row for each job and each plan: what `verify` says of those that the GPUs are enough for, and whether two runs
     with deterministic=yes have the same weights, or are refused as an operator has no deterministic form. In these, two
     ranks share the only GPU.
@@ -33,7 +33,7 @@ def proof(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[
             return [{"job": job, "plan": plan, "verdict": "not run", "reason": "the time was up"}]
         return [_repeated(gpus, folder, python, job, plan)] if plan else _certificates(gpus, folder, python, job)
 
-    return list(chain.from_iterable(command.beside(jobs, rows_of, product(names, ("", *REPEATED)))))
+    return chain.from_iterable(command.beside(jobs, rows_of, product(names, ("", *REPEATED))))
 
 
 def _certificates(gpus: int, folder: Path, python: Sequence[str], job: str) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def _repeated(gpus: int, folder: Path, python: Sequence[str], job: str, plan: st
     for number in range(2):
         run = folder / f"repeated-{job}-{plan}-{number}".replace(" ", "-")
         ended = command.run(command.train(python, "job", row["plan"], command.devices(plan, gpus), run, "--set",
-                                          f"name={job}", "--check", "no"))
+                                          f"name={job}", "--check", "no", "--restarts", "0"))
         if ended.exit_code != 0:
             refusal = _refusal(ended)
             return {**row, "verdict": "refused" if refusal else "failed", "reason": refusal or ended.reason,

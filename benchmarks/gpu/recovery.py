@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ REPORTED = ("recomputed_updates", "samples_lost", "samples_repeated", "weights",
 
 def recovery(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *,
              plans: Sequence[str] = PLANS, model: Mapping[str, Any] = MODEL, steps: int = STEPS,
-             jobs: int = 1) -> list[dict[str, Any]]:
+             jobs: int = 1) -> Iterator[dict[str, Any]]:
     """A row a plan, so many at a time: what `paceline rehearse --kill` says. Kernels repeat (deterministic=yes). The
     kill comes after three quarters of the steps, and the first checkpoint later."""
     def row_of(plan: str) -> dict[str, Any]:
@@ -43,4 +43,4 @@ def recovery(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callab
                 "said": ended.said, "next_step_s": effect["next_step_s"], "caught_up_s": effect["caught_up_s"],
                 **{name: report[name] for name in REPORTED}}
 
-    return list(command.beside(jobs, row_of, plans))
+    return command.beside(jobs, row_of, plans)

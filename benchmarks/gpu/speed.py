@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,12 @@ PEER = "benchmarks.contenders.on_gpus"
 
 def speed(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *, rounds: int = ROUNDS,
           steps: int = 50, models: Mapping[str, Mapping[str, Any]] = MODELS,
-          precisions: Sequence[str] = PRECISIONS) -> list[dict[str, Any]]:
+          precisions: Sequence[str] = PRECISIONS) -> Iterator[dict[str, Any]]:
     """Rows of one contender each: steps a second and its part of the plain loop's, medians over rounds in turns."""
-    rows: list[dict[str, Any]] = []
     for number, (precision, name) in enumerate(product(precisions, models)):  # the usual ones first
         contenders = _contenders(gpus, folder / f"speed-{number}", python,
                                  settings_of({**models[name], "precision": precision}), steps)
-        rows += _beside(name, precision, contenders, rounds, out_of_time)
-    return rows
+        yield from _beside(name, precision, contenders, rounds, out_of_time)
 
 
 def settings_of(values: Mapping[str, Any]) -> list[str]:

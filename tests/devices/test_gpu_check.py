@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pretended_cuda.build import CannotBuild, build
+from typer.main import get_command
 
+from benchmarks.gpu import __main__ as gpu_check
 from benchmarks.gpu import command, machine, matrix, memory, page, proof, recovery, speed
 from benchmarks.gpu.__main__ import PARTS, check
 from benchmarks.gpu.machine import seen
+from paceline.cli import app
 
 HERE = Path(__file__).parent
 TINY = {"tiny": {"width": 32, "layers": 2, "sequence": 16, "batch": 8}}
@@ -51,7 +55,7 @@ def test_what_there_was_no_time_for_is_named(tmp_path: Path, monkeypatch: pytest
     cells = list(matrix.matrix(1, tmp_path, ["python"], lambda: True))
     assert len(cells) == len(matrix.CELLS)
     assert {(cell.verdict, cell.reason) for cell in cells} == {("not run", "the time was up")}
-    rows = memory.memory(1, tmp_path, ["python"], lambda: True)
+    rows = list(memory.memory(1, tmp_path, ["python"], lambda: True))
     assert [row["plan"] for row in rows if row["reason"] == "the time was up"] == list(memory.PLANS)
 
 
@@ -111,12 +115,44 @@ def test_why_a_command_failed():
     assert ended("starting\nerror: no such plan\nhint: another").reason == "error: no such plan"
     assert ended("killed").reason == "killed"
     assert ended(exit_code=7).reason == "exit code 7"
-    assert ended("error: x", exit_code=None).reason == "took longer than 3 s"
+    assert ended("error: rank 1 failed at a.py:7:\nit hangs\n\nhint").reason == (
+        "error: rank 1 failed at a.py:7: it hangs")
+    assert ended("plan\nstep 1", exit_code=None).reason == "took longer than 3 s; step 1"
+    assert ended("", exit_code=None).reason == "took longer than 3 s"
+    hung = ended("step 1\nwarning: rank 0 failed at a.py:7:\nrank 0 did not go on\n\nhint: x", exit_code=None)
+    assert hung.reason == "took longer than 3 s; warning: rank 0 failed at a.py:7: rank 0 did not go on"
 
 
 def test_a_command_that_takes_too_long_is_ended():
     found = command.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)
     assert found.exit_code is None
+
+
+def test_a_rank_that_hangs_is_named_before_its_command_is_ended(tmp_path: Path):
+    """In time for two of them, and later than a model takes to compile."""
+    words = command.train(["python"], "job", "data=2", "cuda:0-1", tmp_path)
+    assert 60 < float(words[words.index("--patience") + 1]) < command.TIMEOUT_S / 2
+    words = command.train(["python"], "job", "data=2", "cuda:0-1", tmp_path, "--patience", "5")
+    assert get_command(app).commands["train"].make_context("train", words[4:]).params["patience"] == 5
+
+
+def test_rows_are_written_and_told_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]):
+    """A check that is ended has those in its file, and what a command that failed had said is printed."""
+    def one_row(*_: Any, **__: Any) -> Iterator[matrix.Cell]:
+        yield matrix.Cell("blocks", "data=2", "cuda:0-1", "failed", reason="error: rank 1", said="it waits in\nupdate")
+        yield matrix.Cell("blocks", "shard=2", "cuda:0-1", "equal", off_by=0.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check, "seen", lambda python: {"gpus": ["One"]})
+    monkeypatch.setattr(gpu_check, "matrix", one_row)
+    with pytest.raises(KeyboardInterrupt):
+        check(["matrix"], 1.0, tmp_path / "out.json")
+    written = json.loads((tmp_path / "out.json").read_text())["matrix"]
+    assert [(cell["plan"], cell["verdict"]) for cell in written] == [("data=2", "failed"), ("shard=2", "equal")]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert capsys.readouterr().err.splitlines() == ["matrix:", "  blocks, data=2: failed error: rank 1",
+                                                    "    it waits in", "    update", "  blocks, shard=2: equal"]
 
 
 def test_the_page_names_what_is_wrong():
@@ -170,7 +206,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int]
 @pytest.mark.timeout(900)
 def test_proofs_on_a_pretended_gpu(tmp_path: Path, pretended: Callable[[int], tuple[str, ...]]):
     """With one GPU: a plan that cuts the batch, whose BatchNorm is named, and runs that repeat."""
-    rows = proof.proof(1, tmp_path, pretended(1), lambda: False, ["images in float32"])
+    rows = list(proof.proof(1, tmp_path, pretended(1), lambda: False, ["images in float32"]))
     assert [(row["plan"], row["verdict"]) for row in rows] == [
         ("single accumulate=4", "coupled"),
         *((f"{plan} deterministic=yes", "repeats") for plan in ("single", "data=2", "shard=2", "tensor=2"))]
@@ -180,8 +216,8 @@ def test_proofs_on_a_pretended_gpu(tmp_path: Path, pretended: Callable[[int], tu
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_recovery_on_a_pretended_gpu(tmp_path: Path, pretended: Callable[[int], tuple[str, ...]]):
-    rows = recovery.recovery(1, tmp_path, pretended(1), lambda: False, plans=("single", "data=2"),
-                             model=TINY["tiny"], steps=40)
+    rows = list(recovery.recovery(1, tmp_path, pretended(1), lambda: False, plans=("single", "data=2"),
+                                  model=TINY["tiny"], steps=40))
     assert [(row["plan"], row["verdict"], row["weights"], row["samples_lost"]) for row in rows] == [
         ("single", "as expected", "equal", 0), ("data=2", "as expected", "equal", 0)], rows
     assert all(row["next_step_s"] > 0 for row in rows)
@@ -215,7 +251,7 @@ def test_the_whole_check_on_pretended_gpus(tmp_path: Path, pretended: Callable[[
     assert all(compared[plan]["memory of predicted"] > 0 for plan in ("single", *(
         ("data=2", "shard=2") if gpus > 1 else ())))
     # torchrun and inductor know no pretended GPU.
-    of_torch = ("plain loop, torch.compile", "single compile=blocks", "DistributedDataParallel")
-    assert [line for line in page.wrong(document) if not line.startswith(of_torch)] == []
+    known = ("a kernel of one rank", "plain loop, torch.compile", "single compile=blocks", "DistributedDataParallel")
+    assert [line for line in page.wrong(document) if not line.startswith(known)] == []
     assert {row["precision"] for row in document["speed"] if row["contender"] == "single" and "ratio" in row} == {
         "float32", "fp16"}
