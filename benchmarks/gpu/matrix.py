@@ -21,10 +21,12 @@ from tests.devices.pretended_cuda.plans import ALIKE, EXACT, FEATURES, MORE_ALIK
 
 TOLERANCE = 1e-9  # relative to a tensor's largest number; float64 rounds to 1e-16, and sums have some thousand terms
 TOLERANCES = {"padded llama": 1e-7}  # Transformers normalises and rotates in float32 in a float64 model, too
-# BatchNorm sees a micro-batch: its job is compared where the batch is not cut.
+# BatchNorm sees a micro-batch: its job is compared where the batch is not cut. A step that draws gets other numbers of
+# CUDA than of a CPU: its job is compared with one GPU alone.
 CELLS: tuple[tuple[str, str], ...] = (
     *(("blocks", plan) for plan in (*EXACT, *MORE_EXACT, *ALIKE, *MORE_ALIKE)),
-    *dict.fromkeys((job, plan) for job, plan in (*FEATURES, *MORE_FEATURES) if job != "statistics"),
+    *dict.fromkeys((job, plan) for job, plan in (*FEATURES, *MORE_FEATURES)
+                   if job != "statistics" and (job, plan) != ("gan", "single")),
     ("statistics", "single"))
 
 

@@ -95,6 +95,13 @@ def test_a_job_that_can_not_repeat_is_refused(tmp_path: Path, monkeypatch: pytes
     assert row["verdict"] == "failed" and len(page.wrong({"proof": [row]})) == 1
 
 
+def test_steps_that_draw_are_compared_with_a_gpu_alone():
+    """CUDA draws other numbers than a CPU."""
+    drawing = [(job, plan) for job, plan in matrix.CELLS if job in ("gan", "of a generator")]
+    assert len(drawing) > 5
+    assert {matrix._reference(job, plan).devices for job, plan in drawing} == {"cuda:0"}
+
+
 def test_a_contender_that_fails_is_left_out():
     """The others are compared pair by pair."""
     runs = iter([2.0, 1.0, 4.0, 1.0])
