@@ -360,6 +360,7 @@ def test_the_device_is_cuda_to_torch(shop: Workshop):
     assert found["pinned"] == [True, False] and found["draws"] == [True, False]
     assert found["mixed"].endswith("found at least two devices, cuda:1 and cpu!") and "cuda:0" in found["two"]
     assert "invalid device ordinal" in found["index"]
+    assert "Expected a 'cuda' device type for generator but found 'cpu'" in found["generator"]
     assert found["memory"].startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 4096.00 GiB")
     assert found["autocast"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
 

@@ -84,6 +84,7 @@ def device() -> dict[str, Any]:
     found["pinned"] = torch.ones(3).pin_memory().is_pinned(), torch.ones(3).is_pinned()
     for name, work in (("mixed", lambda: x + torch.ones(4, 4)), ("two", lambda: x + torch.ones(4, 4, device="cuda:0")),
                        ("index", lambda: torch.ones(1, device="cuda:9")),
+                       ("generator", lambda: torch.rand(1, device="cuda:1", generator=torch.Generator())),
                        ("memory", lambda: torch.empty(1 << 40, device="cuda:1"))):
         try:
             work()
