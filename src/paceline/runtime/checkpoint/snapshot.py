@@ -24,9 +24,9 @@ from paceline.launch.memory_files import memory_file
 from paceline.runtime.checkpoint.files import plain
 from paceline.runtime.memory import LeftOut
 
-# Of a thread beside the steps, which so take at most 1.1 times as long: a busy core gives it a thirtieth of its time
-# (weights of 36 and 1024, sched_prio_to_weight in Linux's kernel/sched/core.c), and they wait for the copies too.
-_NICER = 15
+# Of a thread beside the steps, which so take at most 1.1 times as long: a busy core gives it a sixteenth of its time
+# (weights of 70 and 1024, sched_prio_to_weight in Linux's kernel/sched/core.c), and they wait for the copies too.
+_NICER = 12
 _RESERVED_BYTES = 2**20  # at a time: a save waits for no more, some 3 ms where memory was never used before
 _ALIGNED_BYTES = 64  # where each tensor begins: a line of the cache, and a multiple of any dtype's size
 
