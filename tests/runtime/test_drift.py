@@ -196,7 +196,8 @@ def test_a_comparison_reads_on_another_thread_what_stays(run_ranks: Any, monkeyp
             return read(tensor)
 
         drift.fingerprint = waits  # type: ignore[assignment]  # in this fork
-        comparison = drift.Comparison(tensors, mesh=mesh, step=4, stays=lambda name: name.startswith("optimizer/"))
+        comparison = drift.ReplicaComparison(tensors, mesh=mesh, step=4,
+                                             stays=lambda name: name.startswith("optimizer/"))
         assert began.wait(20)
         tensors["weight"] += context.rank  # as a forward may
         goes_on.set()

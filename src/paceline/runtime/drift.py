@@ -57,12 +57,12 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int
     """Compare every tensor along each axis of copies, while nothing else goes on. Collective along them.
 
     Raises:
-        DriftError: see `Comparison`.
+        DriftError: see `ReplicaComparison`.
     """
-    Comparison(tensors, mesh=mesh, step=step).finish()
+    ReplicaComparison(tensors, mesh=mesh, step=step).finish()
 
 
-class Comparison:
+class ReplicaComparison:
     """What replicas hold after a step, read when this is made and compared by `finish`.
 
     Tensors on a CPU that stay as they are until then are read on another thread meanwhile, if they are large; a GPU

@@ -218,7 +218,7 @@ class _Run:
     ended_epochs: list[int] = field(default_factory=list)
     evaluated_step: int | None = None
     compared_step: int | None = None
-    comparison: drift.Comparison | None = None
+    comparison: drift.ReplicaComparison | None = None
     saved_step: int | None = None
     num_exports: int = 0
     blocked_s: float = 0.0
@@ -765,9 +765,9 @@ def _compare(run: _Run) -> None:
     stepper = run.stepper
     _end_comparison(run)
     stepper.step_sync.drain()
-    run.comparison = drift.Comparison(drift.replicated(stepper), mesh=run.mesh, step=run.step,
-                                      more=partial(state.alike_along, stepper),
-                                      stays=partial(state.is_for_updates, stepper))
+    run.comparison = drift.ReplicaComparison(
+        drift.replicated(stepper), mesh=run.mesh, step=run.step, more=partial(state.alike_along, stepper),
+        stays=partial(state.is_for_updates, stepper))
     run.compared_step = run.step
     if not run.comparison.is_beside:
         _end_comparison(run)
