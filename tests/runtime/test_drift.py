@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -143,8 +144,15 @@ def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_p
                                                            monkeypatch: pytest.MonkeyPatch):
     """A bit of the optimizer's state that flips before a save is found by it, though no weight has changed yet, and
     before the next update, also if the state is read beside the next step."""
+    finish = drift.ReplicaComparison.finish
+
+    def finish_late(comparison: drift.ReplicaComparison, **what: Any) -> None:
+        time.sleep(0.5)  # the writers are done: they have to find it by themselves
+        finish(comparison, **what)
+
     if is_beside:
         monkeypatch.setattr(drift, "_BESIDE_BYTES", 1)
+        monkeypatch.setattr(drift.ReplicaComparison, "finish", finish_late)
 
     def disturb(stepper: Any, step: int, rank: int) -> None:
         (tmp_path / f"updated-{step}").touch()
