@@ -19,7 +19,8 @@ from paceline.errors import CheckpointError
 from paceline.plans import Plan
 from paceline.runtime import loop
 from paceline.runtime.checkpoint import open_checkpoint, snapshot
-from paceline.runtime.checkpoint.pieces import pieces_of
+from paceline.runtime.checkpoint.pieces import TensorPiece, pieces_of
+from paceline.runtime.checkpoint.staging import Staging
 from paceline.runtime.checkpoint.write import Writer
 from paceline.runtime.memory import PeakMemory, reset_peak
 
@@ -147,3 +148,19 @@ def test_memory_of_saves_is_not_the_ranks_own(tmp_path: Path, run_ranks: Any) ->
     assert 64 <= base < 90
     for size, expected in zip(others, (0, 100, 100, 100, 200, 200), strict=True):
         assert base + expected - 2 <= size <= base + expected + 20, peaks
+
+
+def test_memory_that_cannot_be_pinned_is_the_save_s_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that pins it before says nothing."""
+    asked: list[str] = []
+
+    def refuse(staging: Staging, piece: TensorPiece) -> torch.Tensor:
+        asked.append(piece.name)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    monkeypatch.setattr(Staging, "_memory_for", refuse)
+    Staging(torch.device("cuda:1")).reserve(pieces_of("w", torch.zeros(4)))
+    assert asked == ["w"]
