@@ -31,6 +31,7 @@ from paceline.strategies.shard.exchange import exchange_in_place
 from paceline.strategies.shard.hooks import Hooks, hooks_of
 from paceline.strategies.shard.inputs import WritableInputs, writable_outputs
 from paceline.strategies.shard.order_check import OrderCheck
+from paceline.strategies.shard.recurrent import keep_in_place
 from paceline.strategies.shard.unused import reduce_unused
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.units import find_units, is_callable, name_in_model, refuse_scripted
@@ -60,6 +61,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     refuse_scripted(model, "shard=N")
     units = _called_alike(find_units(model), model, observed.choosing)
     hooks = hooks_of(model)
+    keep_in_place(model)
     whole = _kept_whole(model, units.values()) | {
         p for name, p in model.named_parameters() if name in observed.edited | observed.sparse or (
             name in hooks and hooks[name].after and plan.num_microbatches > 1 and plan.zero > 1)}
@@ -297,7 +299,8 @@ class Sharding:
 
 
 class _Edits:
-    """Refuses what is written to the weights that FSDP2 has gathered for a unit; version counters tell.
+    """Refuses what is written to the weights that FSDP2 has gathered for a unit, and memory of another's that is put
+    in their place; version counters and addresses tell.
 
     That is in the unit's forward, and below stage 3 from one micro-batch to the next, in which it stays gathered.
 
@@ -305,7 +308,7 @@ class _Edits:
     """
 
     def __init__(self, places: Sequence[tuple[nn.Module, str, str]]) -> None:
-        self.places, self.versions = places, list[int]()
+        self.places, self.versions = places, list[tuple[int, int]]()
         self.stays_gathered = False
 
     def before(self, module: nn.Module, inputs: Any) -> None:
@@ -318,13 +321,18 @@ class _Edits:
 
     def _compare(self) -> None:
         for before, now, (_, _, name) in zip(self.versions, self._versions(), self.places, strict=True):
-            if before != now:
-                raise PlanRefused(f"a forward changes the parameter '{name}' in place, and shard=N would lose the "
-                                  "change", hint="use a data=N plan if all replicas change it alike, or one that "
-                                                 "doesn't cut the batch: single or tensor=N")
+            if before == now:
+                continue
+            did, then = ((f"changes the parameter '{name}' in place", "lose the change") if before[1] == now[1] else
+                         (f"moves the parameter '{name}' to other memory", "compute with what is there in all others"))
+            raise PlanRefused(f"a forward {did}, and shard=N would {then}",
+                              hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the "
+                                   "batch: single or tensor=N")
 
-    def _versions(self) -> list[int]:
-        return [holder._parameters[key]._version for holder, key, _ in self.places]  # type: ignore[union-attr]
+    def _versions(self) -> list[tuple[int, int]]:
+        """Of each parameter: its version, and the address of its memory."""
+        gathered: list[Any] = [holder._parameters[key] for holder, key, _ in self.places]
+        return [(p._version, getattr(p, "_local_tensor", p).data_ptr()) for p in gathered]
 
 
 def _own_places(sharded: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Module, str, str]]]:
