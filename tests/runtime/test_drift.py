@@ -198,7 +198,7 @@ def test_a_comparison_reads_on_another_thread_what_stays(run_ranks: Any, monkeyp
         read = drift.fingerprint
 
         def waits(tensor: torch.Tensor) -> torch.Tensor:
-            if threading.current_thread().name == "fingerprints":
+            if threading.current_thread().name == "paceline-fingerprints":
                 began.set()
                 goes_on.wait(20)
             return read(tensor)

@@ -21,6 +21,7 @@ from paceline.launch.failure import Failure
 from paceline.launch.fault_policy import FaultPolicy
 from paceline.launch.limit import limited_to
 from paceline.launch.logs import open_log, set_up_logging
+from paceline.launch.own_threads import own_threads_watched
 from paceline.launch.watchdog import Watchdog, peer_loss
 
 Body = Callable[[RankContext], Any]
@@ -64,7 +65,7 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
         if make_store is not None:
             context.store = make_store()
         set_up_logging(terminal, rank=context.rank, store=context.store)
-        with (Watchdog(context, timeout_s=context.timeout_s, report=report),
+        with (Watchdog(context, timeout_s=context.timeout_s, report=report), own_threads_watched(context, report),
               _process_group(context, device, fault_policy), limited_to(device)):
             return body(context), None
     except BaseException as error:

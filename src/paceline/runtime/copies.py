@@ -125,7 +125,7 @@ class Copier:
             tensors = [next(staged) if piece.tensor.is_cuda else piece.tensor.clone() for piece in pieces]
             self._thread = threading.Thread(
                 target=self._write_staged, args=(step, tensors, index, None if is_first else began_s),
-                name=f"copy-step-{step}", daemon=True)
+                name=f"paceline-copy-step-{step}", daemon=True)
             self._thread.start()
         else:
             self._write(step, [piece.tensor for piece in pieces], index)

@@ -95,7 +95,7 @@ class ReplicaComparison:
                         row[name] = fingerprint(tensor)
         self.is_beside = sum(tensor.nbytes for *_, tensor in self._later) >= _BESIDE_BYTES
         if self.is_beside:
-            self._reading = threading.Thread(target=self._read, name="fingerprints", daemon=True)
+            self._reading = threading.Thread(target=self._read, name="paceline-fingerprints", daemon=True)
             self._reading.start()
         else:
             self._read()

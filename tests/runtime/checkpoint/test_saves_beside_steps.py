@@ -63,7 +63,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = snapshot._fill
 
     def filled(target: torch.Tensor, tensor: torch.Tensor) -> None:
-        if threading.current_thread().name == "snapshot":
+        if threading.current_thread().name == "paceline-snapshot":
             time.sleep(0.02)
         fill(target, tensor)
 

@@ -85,7 +85,7 @@ class Snapshot:
     def copy_beside(self) -> None:
         """Copy on another thread what is to be copied later. It has to stay as it is until `wait` returns."""
         if self._later:
-            self._copying = threading.Thread(target=self._copy_later, name="snapshot", daemon=True)
+            self._copying = threading.Thread(target=self._copy_later, name="paceline-snapshot", daemon=True)
             self._copying.start()
 
     def wait(self) -> None:

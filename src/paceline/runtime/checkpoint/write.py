@@ -257,7 +257,7 @@ class _Save:
         self._is_waited_for = True
         self._exiting = threading.Event()
         # A daemon, as Python joins other threads before it lets us know that the process ends.
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint-step-{step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"paceline-checkpoint-step-{step}", daemon=True)
 
     @property
     def is_running(self) -> bool:
