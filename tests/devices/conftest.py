@@ -9,6 +9,7 @@ import pytest
 from pretended_cuda import client
 from pretended_cuda.build import CannotBuild
 from pretended_cuda.client import Workshop, Workshops
+from pretended_cuda.plans import PLACEMENT
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, workshops: Workshops, num_gpu
 
 @pytest.fixture(scope="module")
 def placement(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two parts of the job "blocks", by name."""
+    """A file that plans of the job "blocks" place its parts by."""
     file = tmp_path_factory.mktemp("placement") / "parts.toml"
-    file.write_text('[parts]\n0 = ["*", "blocks.3"]\n1 = ["blocks.1", "blocks.2", "last"]\n')
+    file.write_text(PLACEMENT)
     return str(file)

@@ -18,6 +18,8 @@ MORE_EXACT = ("data=2 recompute=full", "shard=2 zero=2", "shard=3", "data=2 shar
               "pipeline=2 recompute=full", "pipeline=4 schedule=zero-bubble", "pipeline=2 data=2 schedule=interleaved",
               "place=FILE parts=2", "place=auto parts=2 recompute=full", "place=auto parts=2 data=2",
               "server=1 workers=2 staleness=0", "server=2 workers=2 colocate=yes")
+# What FILE stands for: two parts of the job "blocks", by name.
+PLACEMENT = '[parts]\n0 = ["*", "blocks.3"]\n1 = ["blocks.1", "blocks.2", "last"]\n'
 # Which are compared with themselves on the CPU.
 ALIKE = ("data=2 local=2 outer=diloco", "data=2 compress=int8")
 MORE_ALIKE = ("data=2 local=2 outer=average", "data=2 local=2 outer=diloco fragments=2", "data=2 compress=bf16",
