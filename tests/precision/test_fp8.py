@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,21 @@ def test_layers_that_do_not_fit_stay_and_are_named() -> None:
     assert found[0].weight is first.weight and type(found[0]).__name__ == "Float8Rows"
     with pytest.raises(JobError, match="no linear layer of the model can multiply in float8: '0' has sides of 4 and 4"):
         in_float8(nn.Sequential(nn.Linear(4, 4)))
+
+
+@needs_torchao
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device can do is asked as on a GPU, where torch looks at its process first: nothing traces that."""
+    from paceline.capture import float8
+
+    monkeypatch.setattr(float8, "_is_native", lambda device: os.getpid() < 0)
+    layer = in_float8(nn.Sequential(nn.Linear(16, 32)))
+    x = torch.randn(8, 16)
+    whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+    assert torch.equal(whole(x), layer(x))
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,11 +73,16 @@ def _layer() -> Any:
             kind = input.device.type
             if torch.is_autocast_enabled(kind):
                 input = input.to(torch.get_autocast_dtype(kind))
-            config, products = _settings(_is_native(input.device))
+            config, products = _settings_on(input.device)
             output = matmul_with_hp_or_float8_args.apply(input, self.weight.t(), products, config)
             return output if self.bias is None else output + self.bias.to(output.dtype)
 
     return Float8Rows
+
+
+@torch.compiler.assume_constant_result  # torch.compile can't trace questions to the driver
+def _settings_on(device: torch.device) -> tuple[Any, Any]:
+    return _settings(_is_native(device))
 
 
 @cache

@@ -148,6 +148,9 @@ class Stepper:
         if job.precision == "fp8" and mesh.rank == 0 and (reasons := left_in_bf16(self.model)):
             logger.info("linear layers that stay in bf16: %s",
                         "; ".join(f"'{path}' {reason}" for path, reason in reasons.items()))
+        if job.precision == "fp8" and mesh.rank == 0 and device.type == "cuda" and plan.modifiers.compile == "none":
+            logger.warning("without compile=blocks, each layer in float8 costs the host 2 ms a step: a model whose "
+                           "layers compute for less is faster in bf16 (docs/precision.md)")
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.local_parameters = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.local_parameters.items() if p.requires_grad}
