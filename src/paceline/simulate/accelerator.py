@@ -29,10 +29,14 @@ UNALIGNED_LINEAR_PART = 0.5
 # operator by operator, so many more around each of attention's products.
 SOFTMAX_MULTIPLE, UNFUSED_OPERATORS = 4, 3
 ATTENTION = ("attention", "full attention")
-# torchao's rule for layers in float8 (the gradient of a weight, whose inner side grows, is in bf16), and what rounding
-# a bf16 value to it moves: read for the row's largest one, read again, written. As kernels by themselves; torch.compile
-# may fuse them.
-FLOAT8_MULTIPLE, FLOAT8_CAST_BYTES = 16, 5
+# torchao's rule for layers in float8 (the gradient of a weight, whose inner side grows, is in bf16).
+FLOAT8_MULTIPLE = 16
+# Bytes that rounding a value to float8 moves: six kernels of torchao 0.18, counted (absolute value, largest, float32,
+# scaled, clamped, float8); compiled into one, it reads each value twice and writes it.
+FLOAT8_CAST_BYTES, FLOAT8_FUSED_CAST_BYTES = 33, 5
+# The host's time for a product's two roundings, which is Python's dispatch to torchao for the most part: a layer has
+# two such products a step, and took 1.92 ms longer on an H200's host, 1.82 ms on another.
+FLOAT8_HOST_S = 0.96e-3
 MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
 
 
@@ -51,7 +55,8 @@ class AcceleratorRates:
     multiprocessors: int
     software: Software
     item_bytes: int = 2
-    _priced: KeptByIdentity[Precision, tuple[float, float, int]] = field(init=False, compare=False, repr=False)
+    _priced: KeptByIdentity[Precision, tuple[float, float, int, float, float]] = field(
+        init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_priced", KeptByIdentity(self._products_s))
@@ -70,20 +75,27 @@ class AcceleratorRates:
         device_s = ((event.moved_bytes + event.function_bytes) / (self.memory_bytes_per_s * software.memory_rate)
                     + event.operators * software.kernel_s)
         flops = event.flops
-        operators = event.operators
+        operators, host_s = event.operators, event.fixed_s
         if event.products:
-            products_s, known_flops, unfused = self._priced(event.products, precision)
-            device_s += products_s
+            products_s, known_flops, unfused, in_float8, cast = self._priced(event.products, precision)
+            cast_bytes = cast * (FLOAT8_FUSED_CAST_BYTES if event.is_compiled else FLOAT8_CAST_BYTES)
+            device_s += products_s + cast_bytes / (self.memory_bytes_per_s * software.memory_rate)
             flops -= known_flops
             operators += unfused * UNFUSED_OPERATORS
+            host_s += 0.0 if event.is_compiled else in_float8 * FLOAT8_HOST_S
         if flops > 0.5:  # of unknown shapes
             device_s += flops / (self.flops_per_s[_unshaped(precision)] * software.product_rate)
-        return device_s, operators * software.operator_s + event.fixed_s
+        return device_s, operators * software.operator_s + host_s
 
-    def _products_s(self, products: tuple[Product, ...], precision: Precision) -> tuple[float, float, int]:
-        """Seconds, FLOPs, and how many need more operators around them."""
+    def _products_s(self, products: tuple[Product, ...],
+                    precision: Precision) -> tuple[float, float, int, float, float]:
+        """Seconds, FLOPs, how many need more operators around them, how many are in float8, and how many values are
+        rounded to it."""
+        in_float8 = [p for p in products if _is_float8(p, precision)]
         return (sum(self._product_s(p, precision) for p in products), sum(p.flops for p in products),
-                sum(self._is_unfused(p) for p in products))
+                sum(self._is_unfused(p) for p in products), sum(p.count for p in in_float8),
+                sum((max(1.0, p.rows) * max(1.0, p.inner) + max(1.0, p.inner) * max(1.0, p.columns)) * p.count
+                    for p in in_float8))
 
     def _is_unfused(self, product: Product) -> bool:
         return (product.kind in ATTENTION and self.software.kernels.attention == "plain"
@@ -92,9 +104,7 @@ class AcceleratorRates:
     def _product_s(self, product: Product, precision: Precision) -> float:
         if product.kind == "recurrent" and product.count > 1:
             return product.count * (self._product_s(replace(product, count=1), precision) + self.software.kernel_s)
-        is_float8 = precision == "fp8" and product.kind == "linear" and product.grows == "rows" and not (
-            product.columns % FLOAT8_MULTIPLE or product.inner % FLOAT8_MULTIPLE)
-        precision = precision if is_float8 else _unshaped(precision)
+        precision = precision if _is_float8(product, precision) else _unshaped(precision)
         if precision == "float32" and product.kind in self.software.convolution_rates:
             precision = "tf32"  # torch's default for convolutions: torch.backends.cudnn.allow_tf32
         best, software = self.flops_per_s[precision], self.software
@@ -109,10 +119,13 @@ class AcceleratorRates:
         if product.kind in ("linear", *ATTENTION) and item_bytes == 2 and not (
                 _is_aligned(columns * item_bytes) and _is_aligned(inner * item_bytes)):
             part *= UNALIGNED_LINEAR_PART if product.kind == "linear" else UNALIGNED_PART
-        cast_bytes = FLOAT8_CAST_BYTES * (rows * inner + inner * columns) * product.count if is_float8 else 0.0
         return max(product.flops / (best * software.product_rate * part),
-                   item_bytes * values / (self.memory_bytes_per_s * software.memory_rate)) + (
-                       cast_bytes / (self.memory_bytes_per_s * software.memory_rate))
+                   item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
+
+
+def _is_float8(product: Product, precision: Precision) -> bool:
+    return precision == "fp8" and product.kind == "linear" and product.grows == "rows" and not (
+        product.columns % FLOAT8_MULTIPLE or product.inner % FLOAT8_MULTIPLE)
 
 
 def _unshaped(precision: Precision) -> Precision:
