@@ -316,11 +316,11 @@ def test_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, where: int)
     """A disk that is full on any one rank ends the run with path and sizes; the checkpoint before is untouched."""
     write_tensors, written = write.write_tensors, []
 
-    def write_or_fail(path: Path, sources: Any) -> Any:
+    def write_or_fail(path: Path, sources: Any, *wrote: Any) -> Any:
         written.append(path)
         if rank() == where and len(written) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write_tensors(path, sources)
+        return write_tensors(path, sources, *wrote)
 
     monkeypatch.setattr(write, "write_tensors", write_or_fail)
     error = failing(a_job(), run_dir, save_every=2)

@@ -296,11 +296,11 @@ def test_a_full_disk_fails_the_save_on_every_rank(
 ) -> None:
     """One rank's full disk is told by all at once, with the rank, the bytes and the way out; the next save works."""
 
-    def write_or_fail(path: Path, sources: Any) -> Any:
+    def write_or_fail(path: Path, sources: Any, *wrote: Any) -> Any:
         if path.name == f"rank-{failing_rank:05d}.safetensors":
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_tensors(path, sources)
+        return write_tensors(path, sources, *wrote)
 
     two = writers(tmp_path, 2)
     monkeypatch.setattr(write, "write_tensors", write_or_fail)

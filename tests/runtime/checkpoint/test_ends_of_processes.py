@@ -77,11 +77,11 @@ writer = Writer(run_dir, rank=0, world_size=1, attempt="first")
 writer.save(1, pieces_of("w", torch.ones(4)))
 writer.wait()
 
-def half(path, sources):
+def half(path, sources, *wrote):
     path.write_bytes(b"half a file")
     print("writing", flush=True)
     threading.Event().wait(60 if how == "stuck" else 0.2)
-    return write_tensors(path, sources)
+    return write_tensors(path, sources, *wrote)
 
 if how != "lonely":
     write_tensors, write.write_tensors = write.write_tensors, half

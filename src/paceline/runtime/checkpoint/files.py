@@ -14,7 +14,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -81,14 +81,18 @@ def header(kinds: Mapping[str, Kind], *, metadata: Mapping[str, str] | None = No
     return len(text).to_bytes(8, "little") + text, ordered
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor],
+                  wrote: Callable[[int], None] = lambda num_bytes: None) -> dict[str, Any]:
     """Write plain tensors to a safetensors file and force it to the disk. Returns what COMMIT says of it.
+
+    Args:
+        wrote: Called after each full buffer, with its bytes; what it takes, the writing waits.
 
     Raises:
         OSError: it can't be written; what was written of it stays.
     """
     first, ordered = header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
-    with NewFile(path) as file:
+    with NewFile(path, wrote) as file:
         file.write(first)
         for name in ordered:
             file.write_from(tensors[name])
@@ -98,11 +102,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 class NewFile:
     """A file that is written from its beginning to its end, past the system's cache where the file system allows it.
 
-    num_bytes: written so far, or waiting in the buffer.
+    num_bytes: written so far, or waiting in the buffer. wrote: called after each full buffer, with its bytes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.num_bytes = path, 0
+    def __init__(self, path: Path, wrote: Callable[[int], None] = lambda num_bytes: None) -> None:
+        self.path, self.num_bytes, self._wrote = path, 0, wrote
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._direct = getattr(os, "O_DIRECT", 0)
         try:
@@ -137,6 +141,7 @@ class NewFile:
             self._waiting, start = self._waiting + count, start + count
             if self._waiting == BUFFER_BYTES:
                 self._empty()
+                self._wrote(BUFFER_BYTES)
 
     def finish(self) -> dict[str, Any]:
         """Force the file to the disk. Returns its size and sha256."""

@@ -35,6 +35,7 @@ from paceline.runtime.checkpoint.files import (
     plain,
     write_tensors,
 )
+from paceline.runtime.checkpoint.pace import Pace
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece, uncovered
 from paceline.runtime.checkpoint.snapshot import Snapshot, aligned, be_nice
 from paceline.runtime.checkpoint.staging import Staging
@@ -121,6 +122,7 @@ class Writer:
         self.attempt = attempt
         self.timeout_s = timeout_s
         self._num_saves = 0
+        self._last_s = time.monotonic()  # when the last save began, or this was made
         self._save: _Save | None = None
         self._snapshot: Snapshot | None = None
         self._staging: Staging | None = None
@@ -164,7 +166,10 @@ class Writer:
         started_s = time.monotonic()
         self._num_saves += 1  # counted first, so that ranks stay in step when one of them fails here
         self.wait()
-        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit)
+        # Half of what has passed since the last save leaves time for the rest, if the next one comes as soon.
+        within_s = min((started_s - self._last_s) / 2, self.timeout_s / 4)
+        self._last_s = started_s
+        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit, within_s)
         save.start(pieces, document, copies=partial(self._copies, is_for_updates=is_for_updates) if snapshot else None)
         self._save = save
         return time.monotonic() - started_s
@@ -236,11 +241,11 @@ def _bytes_on_cpu(pieces: Iterable[TensorPiece]) -> int:
 
 
 class _Save:
-    """One save in flight on one rank."""
+    """One save in flight on one rank. within_s: in which its tensors are to be written; see `Pace`."""
 
     def __init__(self, writer: Writer, step: int, token: str, held_alike: Callable[[], HeldAlike],
-                 before_commit: Callable[[], None]) -> None:
-        self._held_alike, self._before_commit = held_alike, before_commit
+                 before_commit: Callable[[], None], within_s: float) -> None:
+        self._held_alike, self._before_commit, self._within_s = held_alike, before_commit, within_s
         self.rank, self.world_size, self.timeout_s = writer.rank, writer.world_size, writer.timeout_s
         self.step, self.token = step, token
         self.final = writer.folder / f"step-{step}"
@@ -254,8 +259,8 @@ class _Save:
         self._entries: dict[str, dict[str, Any]] = {}
         self._document = "{}"
         self._needed_bytes = 0
-        self._is_waited_for = True
-        self._exiting = threading.Event()
+        self._is_waited_for, self._is_of_gpu = True, False
+        self._exiting, self._hurry = threading.Event(), threading.Event()
         # A daemon, as Python joins other threads before it lets us know that the process ends.
         self._thread = threading.Thread(target=self._run, name=f"paceline-checkpoint-step-{step}", daemon=True)
 
@@ -283,10 +288,12 @@ class _Save:
         self._thread.start()
 
     def join(self) -> None:
+        self._hurry.set()
         self._thread.join()
         atexit.unregister(self._leave)
 
     def _take(self, piece: TensorPiece, tensor: torch.Tensor) -> None:
+        self._is_of_gpu |= piece.tensor.is_cuda
         key = piece.name
         while key in self._tensors or key == "__metadata__":  # the one key that safetensors keeps for itself
             key += "+"
@@ -324,7 +331,10 @@ class _Save:
         if _disk_of(self.temp / COMMIT)[1] < self._needed_bytes:  # found now, no other file of the disk is cut short
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
         path = self.temp / _part_name(self.rank, "safetensors")
-        summary = write_tensors(path, self._tensors)
+        if not self._is_waited_for and not self._is_of_gpu:
+            summary = write_tensors(path, self._tensors, Pace(self._needed_bytes, self._within_s, self._hurry).wrote)
+        else:
+            summary = write_tensors(path, self._tensors)
         self._tensors.clear()
         if self._exiting.is_set():
             raise _Exiting
@@ -416,6 +426,7 @@ class _Save:
     def _leave(self) -> None:
         """The process exits without `wait()`: stop waiting for others, remove what can't be completed."""
         self._exiting.set()
+        self._hurry.set()
         self._thread.join(EXIT_WAIT_S)
 
 
