@@ -818,7 +818,8 @@ def _copy(run: _Run) -> None:
         if context.host_copies is not None and copier.neighbour is None and context.slot == 0:
             context.host_copies.give_back_kept()
     if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
-        copier.wait()
+        if copier.num_copies <= 2:  # the times of later ones are those of copies before them
+            copier.wait()
         share, step_s = COPY_SHARE if run.is_noting else TIME_SHARE, statistics.median(run.speed.latest_s)
         copier.every = _greatest(run, copier.affordable_every(step_s, share=share) if copier.fits() else _NEVER)
         if copier.neighbour is not None:
