@@ -502,6 +502,21 @@ def test_a_greeting_that_is_changed(attacked: Attacked, changes: list[tuple[int,
             assert not isinstance(error, TimeoutError)
 
 
+def test_no_error_of_a_greeting_leaves_its_thread(monkeypatch: pytest.MonkeyPatch, served: Served):
+    """One that did would end the server's rank, and whoever greets has proved nothing."""
+    def fail(sock: socket.socket) -> None:
+        raise struct.error("not enough bytes")
+
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(served.door, "accept", fail)
+        with served.stranger() as sock:
+            assert not sock.recv(1)
+    _works(served)
+    assert served.door.refused == 1 and not raised
+
+
 def test_a_stranger_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, served: Served):
     """A byte now and then does not prolong the time in which a peer must prove itself; nor does leaving at once."""
     monkeypatch.setattr(wire, "HANDSHAKE_S", 0.5)

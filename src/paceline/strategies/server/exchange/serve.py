@@ -91,7 +91,7 @@ class Acceptor:
     def _admit(self, sock: socket.socket) -> None:
         try:
             connection, peer = self.accept(sock)
-        except (WireError, OSError):
+        except Exception:  # of whatever kind: nobody has proved yet that they may end anything here
             sock.close()
             self.refused += 1
             return
