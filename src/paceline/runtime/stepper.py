@@ -148,8 +148,6 @@ class Stepper:
         if job.precision == "fp8" and mesh.rank == 0 and (reasons := left_in_bf16(self.model)):
             logger.info("linear layers that stay in bf16: %s",
                         "; ".join(f"'{path}' {reason}" for path, reason in reasons.items()))
-        if job.precision == "fp8" and mesh.rank == 0 and device.type == "cuda":
-            _warn_of_eager_float8(self.model)
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.local_parameters = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.local_parameters.items() if p.requires_grad}
@@ -624,11 +622,3 @@ class Stepper:
         """State of the plan's rooms."""
         for synchroniser in self.synchronisers:
             yield from synchroniser.kept()
-
-
-def _warn_of_eager_float8(model: torch.nn.Module) -> None:
-    from paceline.strategies.compile.run import is_compiled
-
-    if not any(map(is_compiled, model.modules())):
-        logger.warning("without compile=blocks, each layer in float8 costs the host 2 ms a step: a model whose layers "
-                       "compute for less is faster in bf16 (docs/precision.md)")
