@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from paceline.strategies.server.exchange.wire import Role, WireError
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # a worker says what isn't, and ends
 _Pair = Annotated[list[float], Meta(min_length=2, max_length=2)]
+_True = Literal[True]
 
 
 class _ServerLeft(TypedDict):
@@ -30,8 +31,8 @@ class _WorkerLeft(_ServerLeft):
 # By who speaks, and by the first key, which names the kind.
 _SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
     Role.CONTROL: {
-        "idle": {"idle": bool, "deaths": _Count, "measured": list[str]},
-        "alive": {"alive": bool},
+        "idle": {"idle": _True, "deaths": _Count, "measured": list[str]},
+        "alive": {"alive": _True},
         "told": {"told": _Count, "loss": _Finite, "count": float, "is_mean": bool, "digest": _Count},
         "finished": {"finished": _Count, "version": _Count, "unused": list[str], "stop": bool},
         "sums": {"sums": _Count, "names": list[str], "values": list[_Pair], "stop": bool},
@@ -42,10 +43,10 @@ _SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
     Role.SERVER: {
         "held": {"held": _Count, "squares": float},
         "lost": {"lost": _Count, "incarnation": _Count, "why": str},
-        "alive": {"alive": bool},
+        "alive": {"alive": _True},
         "copied": {"copied": _Count},
         "exported": {"exported": _Count},
-        "stop": {"stop": bool},
+        "stop": {"stop": _True},
         "left": {"left": _ServerLeft},
     },
 }
