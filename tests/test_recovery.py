@@ -116,6 +116,12 @@ def test_a_run_outlives_the_death_of_a_loader_worker(tmp_path: Path, capfd: pyte
     assert "rank 0: a process that reads its data was killed" in capfd.readouterr().err
 
 
+def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """So that the updates in the time of two copies are no matter of the machine's speed."""
+    time.sleep(0.05)
+    return F.mse_loss(output, target)
+
+
 @pytest.mark.parametrize(("plan", "server"), [
     ("server=2 workers=2 staleness=2", 0), pytest.param("server=2 workers=2", 1, marks=pytest.mark.slow),
     pytest.param("server=2 workers=3 staleness=inf", 1, marks=pytest.mark.slow),
@@ -133,9 +139,9 @@ def test_servers_go_on_from_copies(tmp_path: Path, plan: str, server: int, pacel
 
     monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, **share: 1)
     monkeypatch.setattr(Server, "copy", copy_late)
-    outcome = paceline_rehearse(replace(job_of(None, 0), clip=None), plan, f"kill {server}@9", save_every=STEPS)
-    made = 18  # updates before the kill, at most; how many come in the time of two copies is the machine's speed
-    assert outcome.audit.recomputed_updates < made - 4 and outcome.audit.launches == 2
+    job = replace(job_of(None, 0), clip=None, loss=slow_loss)
+    outcome = paceline_rehearse(job, plan, f"kill {server}@9", save_every=STEPS)
+    assert outcome.audit.recomputed_updates <= 8 and outcome.audit.launches == 2
 
 
 def piece(name: str, tensor: torch.Tensor, rows: int, first: int) -> TensorPiece:
