@@ -299,8 +299,8 @@ class Sharding:
 
 
 class _Edits:
-    """Refuses what is written to the weights that FSDP2 has gathered for a unit, and memory of another's that is put
-    in their place; version counters and addresses tell.
+    """Refuses a forward that writes to the weights which FSDP2 has gathered for a unit, or moves them to other memory.
+    Version counters and addresses tell.
 
     That is in the unit's forward, and below stage 3 from one micro-batch to the next, in which it stays gathered.
 
@@ -308,28 +308,29 @@ class _Edits:
     """
 
     def __init__(self, places: Sequence[tuple[nn.Module, str, str]]) -> None:
-        self.places, self.versions = places, list[tuple[int, int]]()
+        self.places, self.states = places, list[tuple[int, int]]()
         self.stays_gathered = False
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         if self.stays_gathered:
             self._compare()
-        self.versions = self._versions()
+        self.states = self._states()
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._compare()
 
     def _compare(self) -> None:
-        for before, now, (_, _, name) in zip(self.versions, self._versions(), self.places, strict=True):
+        for before, now, (_, _, name) in zip(self.states, self._states(), self.places, strict=True):
             if before == now:
                 continue
             did, then = ((f"changes the parameter '{name}' in place", "lose the change") if before[1] == now[1] else
-                         (f"moves the parameter '{name}' to other memory", "compute with what is there in all others"))
+                         (f"moves the parameter '{name}' to other memory",
+                          "compute with its present values in all later steps"))
             raise PlanRefused(f"a forward {did}, and shard=N would {then}",
                               hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the "
                                    "batch: single or tensor=N")
 
-    def _versions(self) -> list[tuple[int, int]]:
+    def _states(self) -> list[tuple[int, int]]:
         """Of each parameter: its version, and the address of its memory."""
         gathered: list[Any] = [holder._parameters[key] for holder, key, _ in self.places]
         return [(p._version, getattr(p, "_local_tensor", p).data_ptr()) for p in gathered]
