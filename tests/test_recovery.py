@@ -122,12 +122,12 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target)
 
 
-@pytest.mark.parametrize(("plan", "server"), [
-    ("server=2 workers=2 staleness=2", 0), pytest.param("server=2 workers=2", 1, marks=pytest.mark.slow),
-    pytest.param("server=2 workers=3 staleness=inf", 1, marks=pytest.mark.slow),
-    pytest.param("server=2 workers=2 colocate=yes", 1, marks=pytest.mark.slow),
-    pytest.param("server=2 workers=2 staleness=2 colocate=yes", 0, marks=pytest.mark.slow)])
-def test_servers_go_on_from_copies(tmp_path: Path, plan: str, server: int, paceline_rehearse: Any,
+@pytest.mark.parametrize(("plan", "server", "most"), [
+    ("server=2 workers=2 staleness=2", 0, 8), pytest.param("server=2 workers=2", 1, 4, marks=pytest.mark.slow),
+    pytest.param("server=2 workers=3 staleness=inf", 1, 8, marks=pytest.mark.slow),
+    pytest.param("server=2 workers=2 colocate=yes", 1, 4, marks=pytest.mark.slow),
+    ("server=2 workers=2 staleness=2 colocate=yes", 0, 8)])
+def test_servers_go_on_from_copies(tmp_path: Path, plan: str, server: int, most: int, paceline_rehearse: Any,
                                    monkeypatch: pytest.MonkeyPatch):
     """Also in the middle of a step, where updates of parts of it are made; without a checkpoint. Copies are made as
     often as can be. The second server takes longer for them than for an update: no copy has a part of the next one."""
@@ -141,7 +141,7 @@ def test_servers_go_on_from_copies(tmp_path: Path, plan: str, server: int, pacel
     monkeypatch.setattr(Server, "copy", copy_late)
     job = replace(job_of(None, 0), clip=None, loss=slow_loss)
     outcome = paceline_rehearse(job, plan, f"kill {server}@9", save_every=STEPS)
-    assert outcome.audit.recomputed_updates <= 8 and outcome.audit.launches == 2
+    assert outcome.audit.recomputed_updates <= most and outcome.audit.launches == 2
 
 
 def piece(name: str, tensor: torch.Tensor, rows: int, first: int) -> TensorPiece:

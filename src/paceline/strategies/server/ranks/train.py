@@ -61,7 +61,8 @@ def _serve_and_work(task: RankTask, roles: Roles) -> dict[str, Any] | None:
     """Both in one process: the server on a thread. Signs of life and requests to stop are the worker's business."""
     assert roles.server is not None and roles.worker is not None
     context, observer = task.context, task.settings.observer
-    serving, working = replace(task, context=replace(context, board=HeartbeatTable(1), slot=0)), task
+    # Its slot stays: that is also where its copies are kept.
+    serving, working = replace(task, context=replace(context, board=HeartbeatTable(context.slot + 1))), task
     if observer is not None:
         serving = replace(serving, settings=replace(task.settings, observer=_OfServer(observer, roles.worker)))
     # Built first and here, as the worker builds its model from the same random streams.
