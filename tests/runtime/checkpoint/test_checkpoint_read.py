@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,7 +223,7 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], Any], *, commit: bo
     change(content)
     path.write_text(json.dumps(content))
     if commit and path.name != "COMMIT":
-        summary = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        summary = {"bytes": path.stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes())}
         edit_json(path.with_name("COMMIT"), lambda c: c["files"].update({path.name: summary}))
 
 
@@ -232,6 +233,22 @@ def edit_commit(**values: Any) -> Callable[[Path], None]:
 
 def edit_piece(**values: Any) -> Callable[[Path], None]:
     return lambda path: edit_json(path / "index.json", lambda index: index["tensors"]["w"]["pieces"][0].update(values))
+
+
+def as_version_1(path: Path) -> None:
+    """Have COMMIT say of the files what the first version said."""
+    edit_json(path / "COMMIT", lambda commit: commit.update(version=1, files={
+        name: {"bytes": entry["bytes"], "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
+        for name, entry in commit["files"].items()}))
+
+
+def test_a_checkpoint_of_the_first_version_is_read_and_checked(tmp_path: Path) -> None:
+    path = save(tmp_path, 5, [TensorPiece("w", SHAPE, (0, 0), DENSE)])
+    as_version_1(path)
+    assert torch.equal(open_checkpoint(path).read("w"), DENSE)
+    flip(path)
+    with pytest.raises(CheckpointError, match=r"is damaged: its sha256 is \w+, and COMMIT says"):
+        open_checkpoint(path)
 
 
 def flip(path: Path) -> None:
@@ -261,7 +278,7 @@ def rename_from_10(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "damaged byte": (flip, r"rank-00000\.safetensors is damaged: its sha256 is \w+, and COMMIT says"),
+    "damaged byte": (flip, r"rank-00000\.safetensors is damaged: its xxh3_128 is \w+, and COMMIT says"),
     "truncated": (cut_short, r"rank-00000\.safetensors is truncated: \d+ bytes of \d+"),
     "lengthened": (lengthen, r"index\.json has \d+ bytes instead of \d+"),
     "missing file": (lambda p: (p / "rank-00000.safetensors").unlink(), r"rank-00000\.safetensors is missing"),
@@ -277,7 +294,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "COMMIT without index": (lambda p: edit_json(p / "COMMIT", lambda c: c["files"].pop("index.json")),
                              r"it lists no index\.json"),
     "foreign": (edit_commit(format="zip"), "not a checkpoint of Paceline: COMMIT says format 'zip'"),
-    "newer": (edit_commit(version=2), "format version 2 and this Paceline reads up to 1"),
+    "newer": (edit_commit(version=3), "format version 3 and this Paceline reads up to 2"),
     "no version": (edit_commit(version="1"), "COMMIT is malformed: version '1'"),
     "renamed": (rename_from_10, "COMMIT says that this is step 10: the folder was renamed"),
     "path in COMMIT": (lambda p: edit_json(p / "COMMIT", lambda c: c["files"].update({"../x": {}})),

@@ -1,4 +1,4 @@
-"""Writes safetensors files from their beginning to their end: past the system's cache, and hashed on the way.
+"""Writes safetensors files from their beginning to their end: past the system's cache, and with a checksum on the way.
 
 On machines of 2 cores a GB written through the system's cache took 2.2 s of CPU time, in the kernel's threads too, and
 past it 0.03 s (ext4 on a virtual disk).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import mmap
@@ -20,11 +19,15 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import xxhash
 
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, in_file
 from paceline.runtime.checkpoint.pieces import copy
 
 BUFFER_BYTES = 8 * 2**20  # written at a time: 2.2 GB/s for 1 and 4 MiB, 3.1 GB/s for 16 MiB on the disk named above
+# Shows damage, and is not meant against forgery: who can change a file can change what COMMIT says of it. On an Intel
+# Xeon at 2.5 GHz without instructions for sha256 it read 7.6 GB/s, sha256 0.2.
+CHECKSUM = "xxh3_128"
 _BLOCK_BYTES = 4096  # that sizes of writes past the cache are multiples of; more than any disk's own block
 
 Kind = tuple[torch.dtype, tuple[int, ...]]  # a tensor's dtype and shape
@@ -118,7 +121,7 @@ class NewFile:
             self._descriptor = os.open(path, flags, 0o666)
         self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # aligned, as writes past the cache want it
         self._waiting = 0  # bytes in the buffer
-        self._sum = hashlib.sha256()
+        self._checksum = xxhash.xxh3_128()
 
     def __enter__(self) -> NewFile:
         return self
@@ -144,15 +147,15 @@ class NewFile:
                 self._wrote(BUFFER_BYTES)
 
     def finish(self) -> dict[str, Any]:
-        """Force the file to the disk. Returns its size and sha256."""
+        """Force the file to the disk. Returns its size and checksum, as COMMIT says them."""
         self._empty()
         os.ftruncate(self._descriptor, self.num_bytes)
         os.fsync(self._descriptor)
-        return {"bytes": self.num_bytes, "sha256": self._sum.hexdigest()}
+        return {"bytes": self.num_bytes, CHECKSUM: self._checksum.hexdigest()}
 
     def _empty(self) -> None:
         """Write what waits in the buffer. The last block of a file is filled up, and cut to its length at the end."""
-        self._sum.update(self._buffer[:self._waiting])
+        self._checksum.update(self._buffer[:self._waiting])
         block = _BLOCK_BYTES if self._direct else 1
         data, offset = self._buffer[:-(-self._waiting // block) * block], self.num_bytes
         self.num_bytes, self._waiting = self.num_bytes + self._waiting, 0

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.dtypes import DTYPES, in_file
+from paceline.runtime.checkpoint.files import CHECKSUM
 from paceline.runtime.checkpoint.pieces import Region, copy, pieces_of, uncovered
 from paceline.runtime.checkpoint.suspect import why_suspect
 from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, VERSION
@@ -173,7 +175,7 @@ def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
     """Open a checkpoint folder after checking that it is complete and undamaged.
 
     Args:
-        checksums: Whether to read all files in full to check their sha256. When many ranks open a checkpoint, one
+        checksums: Whether to read all files in full to check their checksums. When many ranks open a checkpoint, one
             of them is enough; sizes and structure are checked always.
 
     Raises:
@@ -182,14 +184,17 @@ def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
     path = Path(path)
     commit = _load_commit(path)
     try:
-        files = {_plain_name(name): (int(entry["bytes"]), str(entry["sha256"]))
+        checksum = CHECKSUM if commit["version"] > 1 else "sha256"
+        files = {_plain_name(name): (int(entry["bytes"]), str(entry[checksum]))
                  for name, entry in commit["files"].items()}
         step = int(commit["step"])
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"{path}: {COMMIT} is malformed: {_reason(error)}") from error
     if (named := _FOLDER.fullmatch(path.name)) and int(named[1] or named[2]) != step:
         raise CheckpointError(f"{path}: {COMMIT} says that this is step {step}: the folder was renamed")
-    _check_files(path, files, checksums)
+    _check_sizes(path, files)
+    if checksums:
+        _check_sums(path, files, checksum)
     index, document = (_load_json(path, name, listed=files) for name in (INDEX, DOCUMENT))
     try:
         tensors = {name: _entry_of(entry, files) for name, entry in index["tensors"].items()}
@@ -277,7 +282,7 @@ def _load_json(path: Path, name: str, *, listed: Mapping[str, Any] | None = None
     return content
 
 
-def _check_files(path: Path, files: Mapping[str, tuple[int, str]], checksums: bool) -> None:
+def _check_sizes(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
     for name, (size_bytes, _) in files.items():
         try:
             actual_bytes = (path / name).stat().st_size
@@ -287,19 +292,21 @@ def _check_files(path: Path, files: Mapping[str, tuple[int, str]], checksums: bo
             raise CheckpointError(f"{path}: {name} is truncated: {actual_bytes} bytes of {size_bytes}")
         if actual_bytes > size_bytes:
             raise CheckpointError(f"{path}: {name} has {actual_bytes} bytes instead of {size_bytes}")
-    if checksums:
-        with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter free
-            sums = pool.map(lambda name: _sha256(path, name), files)
-            for (name, (_, expected)), actual in zip(files.items(), sums, strict=True):
-                if actual != expected:
-                    raise CheckpointError(f"{path}: {name} is damaged: its sha256 is {actual}, and {COMMIT} says "
-                                          f"{expected}")
 
 
-def _sha256(path: Path, name: str) -> str:
+def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str) -> None:
+    with ThreadPoolExecutor() as pool:  # they leave the interpreter free
+        sums = pool.map(lambda name: _sum_of(path, name, checksum), files)
+        for (name, (_, expected)), actual in zip(files.items(), sums, strict=True):
+            if actual != expected:
+                raise CheckpointError(f"{path}: {name} is damaged: its {checksum} is {actual}, and {COMMIT} says "
+                                      f"{expected}")
+
+
+def _sum_of(path: Path, name: str, checksum: str) -> str:
     try:
         with (path / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.file_digest(file, xxhash.xxh3_128 if checksum == CHECKSUM else hashlib.sha256).hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path}: can't read {name}: {error.strerror}") from error
 

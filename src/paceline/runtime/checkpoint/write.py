@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, metadata
 from paceline.runtime.checkpoint.files import (
+    CHECKSUM,
     Kind,
     bytes_of,
     header,
@@ -41,7 +43,7 @@ from paceline.runtime.checkpoint.snapshot import Snapshot, aligned, be_nice
 from paceline.runtime.checkpoint.staging import Staging
 
 FORMAT = "paceline-checkpoint"
-VERSION = 1
+VERSION = 2  # 1 had sha256 for checksums
 COMMIT, INDEX, DOCUMENT = "COMMIT", "index.json", "document.json"
 
 # Fingerprints by the ranks that should have equal ones, such as "0,2", and by the tensor's name.
@@ -348,7 +350,7 @@ class _Save:
         _refuse_difference([part["held_alike"] for part in parts])
         write_json(self.temp / INDEX, {"tensors": _merged(parts)})
         write_text(self.temp / DOCUMENT, self._document)
-        files = {_part_name(rank, "safetensors"): {key: part[key] for key in ("bytes", "sha256")}
+        files = {_part_name(rank, "safetensors"): {key: part[key] for key in ("bytes", CHECKSUM)}
                  for rank, part in enumerate(parts)}
         files |= {name: _summary(self.temp / name) for name in (INDEX, DOCUMENT)}
         for path in part_paths:
@@ -481,7 +483,7 @@ def _refuse_difference(held_alike: Sequence[HeldAlike]) -> None:
 def _summary(path: Path) -> dict[str, Any]:
     """What COMMIT says of a file."""
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {"bytes": path.stat().st_size, CHECKSUM: hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}
 
 
 def _committed_by(folder: Path) -> str | None:
