@@ -6,9 +6,9 @@ import math
 import threading
 import time
 
-# Of a core's time, on each rank that writes. A GB takes 0.86 s of it, and delays of all ranks add up where they wait
-# for each other: written at once, by a nice thread, it made the steps of two ranks on two cores 1.10 to 1.15 times as
-# long.
+# Of a core's time, on each rank that writes. A GB takes 0.4 s of it, and delays of all ranks add up where they wait for
+# each other: when it took 0.86 s and was written at once, by a nice thread, the steps of two ranks on two cores were
+# 1.10 to 1.15 times as long.
 SHARE = 1 / 16
 
 
