@@ -16,6 +16,7 @@ from paceline.cluster import (
     Cluster,
     Device,
     _parse_names,
+    free_memory_bytes,
     names_of,
     usable_cores,
     usable_memory_bytes,
@@ -167,6 +168,27 @@ def test_a_cgroup_limits_the_memory(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(f"{limit}\n")
     assert usable_memory_bytes() == (4096 if is_limited else psutil.virtual_memory().total)
+
+
+@pytest.mark.parametrize(("limit", "used", "cached"), [
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+])
+def test_a_cgroup_limits_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, used: str, cached: str
+):
+    """What the container uses is taken from its limit, but for files that its memory holds."""
+    monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
+    machine = psutil.virtual_memory().available
+    assert free_memory_bytes() == pytest.approx(machine, rel=0.5)
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / used).write_text("3000\n")
+    (tmp_path / limit).with_name("memory.stat").write_text(f"anon 2000\n{cached} 500\n")
+    for text, expected in (("4096\n", 1596), ("1000\n", 0)):
+        (tmp_path / limit).write_text(text)
+        assert free_memory_bytes() == expected
+    (tmp_path / limit).write_text("max\n")
+    assert free_memory_bytes() == pytest.approx(machine, rel=0.5)
 
 
 @pytest.mark.usefixtures("cpus")

@@ -481,8 +481,7 @@ def test_memory_for_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "GIVEN_BACK_BYTES", 2**20)
     for share, available, possible in ((0.5, 24, True), (0.5, 23, False), (0.25, 40, True), (0.25, 39, False)):
         monkeypatch.setattr(live, "MEMORY_SHARE", share)
-        monkeypatch.setattr(live.psutil, "virtual_memory", lambda available=available: SimpleNamespace(
-            available=available * 2**20))
+        monkeypatch.setattr(live, "free_memory_bytes", lambda available=available: available * 2**20)
         assert math.isfinite(state.move_s(2)) is possible
     stepper.edits.names = ["w"]
     assert state.move_s(1) == math.inf

@@ -442,6 +442,26 @@ def usable_memory_bytes() -> int:
     return min(limits)
 
 
+def free_memory_bytes() -> int:
+    """Memory that this process and others could take now: the machine's, or less where a cgroup limits it. What the
+    system would take back from its cache of files counts as free."""
+    import psutil
+
+    free_bytes = [psutil.virtual_memory().available]
+    for limit, used, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file")):
+        try:
+            limit_text = (_CGROUP / limit).read_text().strip()
+            used_bytes = int((_CGROUP / used).read_text())
+            statistics = dict(map(str.split, (_CGROUP / limit).with_name("memory.stat").read_text().splitlines()))
+        except OSError:
+            continue
+        if limit_text.isdigit():
+            free_bytes.append(int(limit_text) - used_bytes + int(statistics.get(cached, 0)))
+    return max(0, min(free_bytes))
+
+
 def _asked(devices: str) -> str:
     """How a user asks for devices, of a command and of a function."""
     return f'--devices {devices} (in Python devices="{devices}")'

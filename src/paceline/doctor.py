@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.accelerators import has_driver, has_gpus
-from paceline.cluster import usable_cores, usable_memory_bytes
+from paceline.cluster import free_memory_bytes, usable_cores, usable_memory_bytes
 from paceline.errors import PacelineError
 
 MIN_TORCH = (2, 11)
@@ -140,10 +140,8 @@ def _cores() -> _Outcome:
 def _memory() -> _Outcome:
     import psutil
 
-    machine = psutil.virtual_memory()
-    usable = usable_memory_bytes()
-    free = min(machine.available, usable)
-    limited = f", limited by a cgroup from {_gib(machine.total)}" if usable < machine.total else ""
+    machine_bytes, usable, free = psutil.virtual_memory().total, usable_memory_bytes(), free_memory_bytes()
+    limited = f", limited by a cgroup from {_gib(machine_bytes)}" if usable < machine_bytes else ""
     detail = f"{_gib(usable)}{limited}, {_gib(free)} free"
     if free < MIN_FREE_MEMORY_BYTES:
         return "warn", detail, "end other programs, or raise the container's limit: a rank starts at some 0.3 GiB"

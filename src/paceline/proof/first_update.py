@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from paceline.cluster import free_memory_bytes
 from paceline.errors import OutOfMemory, PlanRefused
 from paceline.job import Job
 from paceline.launch.temporary import temporary_folder
@@ -199,7 +198,7 @@ def _write_references(job: Job, resolved: Resolved, folder: Path) -> None:
     from paceline.proof.ranks import in_precision
 
     models = 1 + resolved.plan.num_copies  # that are in memory at once: each replica has its own
-    most_bytes = psutil.virtual_memory().available // models
+    most_bytes = free_memory_bytes() // models
     with suppress(ValueError, OSError):  # not every system has this limit; a model that is too large is an error here
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     random = WithoutRandomness()

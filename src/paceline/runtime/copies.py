@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
+from paceline.cluster import free_memory_bytes
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
 from paceline.launch.state_copies import TIME_SHARE, StateCopies
@@ -180,7 +180,7 @@ class Copier:
         """Whether copies of all ranks of this host, each as large as this rank's, fit into its memory; some are made
         already. What is on a GPU is copied to pinned memory first, whose blocks torch rounds up to a power of two
         (at::CachingHostAllocator)."""
-        free_bytes = psutil.virtual_memory().available + self.num_bytes
+        free_bytes = free_memory_bytes() + self.num_bytes
         num_times = SLOTS + (SLOTS + 1 if self.neighbour is not None else 0) + 2 * (self._staging is not None)
         return num_times * self.num_bytes * self.num_ranks <= MEMORY_SHARE * free_bytes
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
+from paceline.cluster import free_memory_bytes
 from paceline.launch.live_states import LiveStates
 from paceline.launch.step_slots import StepSlots
 from paceline.runtime import state
@@ -89,7 +89,7 @@ class LiveState:
 
         num_ranks: of this host, each of which moves about as much.
         """
-        storages, available_bytes = self._movable(), psutil.virtual_memory().available
+        storages, available_bytes = self._movable(), free_memory_bytes()
         sizes = [storage.nbytes() for storage in storages.values()]
         in_between = num_ranks * min(sum(sizes), max(sizes, default=0) + GIVEN_BACK_BYTES)
         # The next ranks build their own state beside the one that these leave.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import psutil
 import torch
 
+from paceline.cluster import free_memory_bytes
 from paceline.errors import OutOfMemory
 from paceline.runtime.checkpoint.read import Checkpoint
 
@@ -39,7 +39,7 @@ def check_fits(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> None:
         OutOfMemory: tensors of these dtypes and shapes need more memory than this machine has free.
     """
     needed_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds)
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = free_memory_bytes()
     if needed_bytes > free_bytes:
         raise OutOfMemory(f"the whole model has {needed_bytes / 2**30:.1f} GiB and this machine has "
                           f"{free_bytes / 2**30:.1f} GiB free",
