@@ -59,6 +59,10 @@ class HeartbeatTable:
         self._words[_WORDS * rank] = step * len(PHASES) + PHASES.index(phase)
         self._words[_WORDS * rank + 1] = time.monotonic_ns()
 
+    def renew(self, rank: int) -> None:
+        """The rank goes on with what it wrote last; see `long_work.py`."""
+        self._words[_WORDS * rank + 1] = time.monotonic_ns()
+
     def set_waits(self, rank: int, waits: bool) -> None:
         """A rank's own word that its main thread waits for others; see `waiting.py`."""
         self._words[_WORDS * rank + 2] = waits

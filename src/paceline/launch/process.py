@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +24,7 @@ from paceline.launch.limit import limited_to
 from paceline.launch.logs import open_log, set_up_logging
 from paceline.launch.own_threads import own_threads_watched
 from paceline.launch.watchdog import Watchdog, peer_loss
+from paceline.long_work import long_work
 
 Body = Callable[[RankContext], Any]
 
@@ -65,6 +67,7 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
         if make_store is not None:
             context.store = make_store()
         set_up_logging(terminal, rank=context.rank, store=context.store)
+        long_work.tell = partial(context.board.renew, context.slot)
         with (Watchdog(context, timeout_s=context.timeout_s, report=report), own_threads_watched(context, report),
               _process_group(context, device, fault_policy), limited_to(device)):
             return body(context), None

@@ -306,7 +306,8 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     writer = metrics = None
     journal = Journal(run_dir / JOURNAL if run_dir is not None and context.rank == 0 else None)
     if run_dir is not None:
-        writer = Writer(run_dir, rank=context.rank, world_size=context.world_size, attempt=context.attempt)
+        writer = Writer(run_dir, rank=context.rank, world_size=context.world_size, attempt=context.attempt,
+                        num_ranks=context.local_world_size)
         metrics = run_dir / "metrics.jsonl" if context.rank == 0 else None
         state.refuse_unsaveable(stepper)  # now, not after an hour
     run = _Run(context, job, plan, settings, mesh, stepper, memory,

@@ -8,7 +8,7 @@ import json
 import mmap
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,16 @@ import torch
 import xxhash
 
 from paceline.errors import CheckpointError
+from paceline.long_work import long_work
 from paceline.runtime.checkpoint.dtypes import DTYPES, in_file
 from paceline.runtime.checkpoint.files import CHECKSUM
 from paceline.runtime.checkpoint.pieces import Region, copy, pieces_of, uncovered
 from paceline.runtime.checkpoint.suspect import why_suspect
-from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, VERSION
+from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, LOOK_S, VERSION
 from paceline.strategies.layout import Extent
 from paceline.strategies.spill import give_back_freed
 
+_SUMMED_BYTES = 256 * 1024  # read at a time, as in hashlib.file_digest
 MAPPED_BYTES = 16 * 1024**2  # read of files before they are unmapped; a larger piece is read at once
 
 # step-N, and what was step-N until a save of the same step began to replace it and was cut off.
@@ -119,6 +121,7 @@ class Checkpoint:
             except (OSError, LookupError, ValueError) as error:
                 raise CheckpointError(f"{self.path}: can't read '{piece.key}' from {piece.file}: {error}") from error
             copy(target[common.slices(region.offsets)], part)
+            long_work.advanced()
             self._close_after(part.nbytes)
 
     def _close_after(self, num_bytes: int) -> None:
@@ -295,20 +298,30 @@ def _check_sizes(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
 
 def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str) -> None:
+    num_read = [0] * len(files)  # buffers of each, as far as it has come
+
+    def sum_of(number: int, name: str) -> str:
+        digest, buffer = xxhash.xxh3_128() if checksum == CHECKSUM else hashlib.sha256(), bytearray(_SUMMED_BYTES)
+        try:
+            with (path / name).open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(memoryview(buffer)[:count])
+                    num_read[number] += 1
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't read {name}: {error.strerror}") from error
+        return digest.hexdigest()
+
     with ThreadPoolExecutor() as pool:  # they leave the interpreter free
-        sums = pool.map(lambda name: _sum_of(path, name, checksum), files)
-        for (name, (_, expected)), actual in zip(files.items(), sums, strict=True):
-            if actual != expected:
+        sums = [pool.submit(sum_of, number, name) for number, name in enumerate(files)]
+        for (name, (_, expected)), summed in zip(files.items(), sums, strict=True):
+            before = -1
+            while not wait([summed], timeout=LOOK_S).done:
+                if (now := sum(num_read)) != before:
+                    before = now
+                    long_work.advanced()
+            if (actual := summed.result()) != expected:
                 raise CheckpointError(f"{path}: {name} is damaged: its {checksum} is {actual}, and {COMMIT} says "
                                       f"{expected}")
-
-
-def _sum_of(path: Path, name: str, checksum: str) -> str:
-    try:
-        with (path / name).open("rb") as file:
-            return hashlib.file_digest(file, xxhash.xxh3_128 if checksum == CHECKSUM else hashlib.sha256).hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't read {name}: {error.strerror}") from error
 
 
 def _entry_of(entry: Mapping[str, Any], files: Mapping[str, Any]) -> TensorEntry:

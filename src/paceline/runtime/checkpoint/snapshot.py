@@ -59,6 +59,11 @@ class Snapshot:
                     # Not by torch, whose operators would start threads for this one.
                     ctypes.memset(self._mapped.data_ptr() + begin, 0, self._taken - begin)
 
+    @property
+    def num_bytes(self) -> int:
+        """What it has taken from the system."""
+        return self._taken
+
     def begin(self, num_bytes: int) -> None:
         """Forget what was copied for the save before, which is written, and have memory for so much.
 

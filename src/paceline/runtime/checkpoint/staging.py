@@ -32,6 +32,12 @@ class Staging:
             for piece in pieces:
                 self._memory_for(piece)
 
+    def missing_bytes(self, pieces: Iterable[TensorPiece]) -> int:
+        """What copies of these pieces take beside what is pinned; torch pins blocks of a power of two
+        (at::CachingHostAllocator)."""
+        return sum(1 << (piece.tensor.nbytes - 1).bit_length() for piece in pieces
+                   if piece.tensor.nbytes and (piece.name, piece.offsets) not in self.memory)
+
     @torch.no_grad()
     def copy(self, pieces: Sequence[TensorPiece], *, is_for_updates: Callable[[str], bool]) -> list[torch.Tensor]:
         """Begin to copy the pieces; their values are here after `wait`. Not before an earlier save is written.

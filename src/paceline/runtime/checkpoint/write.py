@@ -25,7 +25,10 @@ from typing import Any
 import torch
 import xxhash
 
+from paceline.cluster import free_memory_bytes
 from paceline.errors import CheckpointError
+from paceline.launch.logs import logger
+from paceline.long_work import long_work
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, metadata
 from paceline.runtime.checkpoint.files import (
     CHECKSUM,
@@ -34,7 +37,6 @@ from paceline.runtime.checkpoint.files import (
     header,
     is_plain,
     num_bytes,
-    plain,
     write_tensors,
 )
 from paceline.runtime.checkpoint.pace import Pace
@@ -50,6 +52,11 @@ COMMIT, INDEX, DOCUMENT = "COMMIT", "index.json", "document.json"
 HeldAlike = Mapping[str, Mapping[str, int]]
 
 FIRST_POLL_S, LAST_POLL_S = 0.005, 0.25  # between looks at the other ranks' files; doubled after each
+LOOK_S = 0.2  # between looks at how far work on other threads has come: a patience has 1 s at least
+# Of what this host has free, that copies for saves may take: the rest is for what steps, loaders and their batches take
+# later. Copies of the state in memory may take half.
+_MEMORY_SHARE = 0.8
+_TOUCH_S = 5.0  # between rank 0's words to ranks that wait for it
 EXIT_WAIT_S = 10.0  # for a file that is being written when the process exits; it can't be interrupted
 
 
@@ -82,6 +89,7 @@ def write_model(path: Path, kinds: Mapping[str, Kind],
             for name in ordered:
                 for offsets, shape in _runs(*kinds[name]):
                     file.write(bytes_of(read(name, offsets, shape)))
+                    long_work.advanced()
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)
@@ -112,28 +120,35 @@ class Writer:
     Args:
         run_dir: The run's folder; checkpoints go to `checkpoints/step-N` in it. All ranks must see it.
         attempt: A token of letters, digits, "-" and "_": equal on all ranks, different for every launch.
-        timeout_s: How long to wait for the other ranks' parts, once this rank's own is written.
+        num_ranks: Ranks of this host that save as much as this one.
+        timeout_s: How long to wait for the other ranks' parts, once this rank's own is written and theirs don't grow.
     """
 
-    def __init__(self, run_dir: Path, *, rank: int, world_size: int, attempt: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, run_dir: Path, *, rank: int, world_size: int, attempt: str, num_ranks: int = 1,
+                 timeout_s: float = 600.0) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", attempt):
             raise ValueError(f"attempt must be made of letters, digits, '-' and '_', got {attempt!r}")
         self.folder = Path(run_dir) / "checkpoints"
         self.rank = rank
         self.world_size = world_size
         self.attempt = attempt
+        self.num_ranks = num_ranks
         self.timeout_s = timeout_s
         self._num_saves = 0
         self._last_s = time.monotonic()  # when the last save began, or this was made
         self._save: _Save | None = None
         self._snapshot: Snapshot | None = None
         self._staging: Staging | None = None
+        self._has_told = False
         if rank == 0:
             self._remove_leftovers()
 
     def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """Begin to take the memory for copies of these pieces: the first save need not wait for it then."""
+        """Begin to take the memory for copies of these pieces, if there is so much: the first save need not wait for it
+        then."""
         pieces = list(pieces)
+        if not self._has_memory_for(pieces):
+            return
         self._snapshot = self._snapshot or Snapshot()
         threading.Thread(target=self._snapshot.reserve, args=(_bytes_on_cpu(pieces),), name="snapshot-memory",
                          daemon=True).start()
@@ -146,14 +161,14 @@ class Writer:
              held_alike: Callable[[], HeldAlike] = dict, before_commit: Callable[[], None] = lambda: None) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
 
-        What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`.
+        What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`. Where this host
+        has no memory for copies, this returns when all is written.
 
         Args:
             pieces: What this rank owns. The pieces of all ranks must cover every tensor without overlap; equal
                 pieces from several ranks are allowed.
             document: Anything JSON can hold, to be read back with the tensors. Only rank 0's counts.
-            snapshot: Without it, what is in CPU memory already is written from there, and must stay as it is until
-                `wait` returns.
+            snapshot: Without it, the tensors themselves are read, and must stay as they are until `wait` returns.
             is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
             held_alike: Gives the fingerprints of what this rank holds of what others should hold alike; called on
                 another thread. If theirs differ, the save fails.
@@ -172,8 +187,13 @@ class Writer:
         within_s = min((started_s - self._last_s) / 2, self.timeout_s / 4)
         self._last_s = started_s
         save = _Save(self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit, within_s)
-        save.start(pieces, document, copies=partial(self._copies, is_for_updates=is_for_updates) if snapshot else None)
+        pieces = list(pieces)
+        has_memory = not snapshot or self._has_memory_for(pieces)
+        save.start(pieces, document, copies=partial(self._copies, is_for_updates=is_for_updates) if (
+            snapshot and has_memory) else None)
         self._save = save
+        if not has_memory:
+            self.wait()
         return time.monotonic() - started_s
 
     def before_update(self) -> None:
@@ -183,6 +203,22 @@ class Writer:
             self._snapshot.wait()
         if self._staging is not None:
             self._staging.before_update()
+
+    def _has_memory_for(self, pieces: Sequence[TensorPiece]) -> bool:
+        """Whether this host has memory for copies of these pieces, and of those of its other ranks, beside what has
+        been taken for them."""
+        missing_bytes = max(0, _bytes_on_cpu(pieces) - (self._snapshot.num_bytes if self._snapshot is not None else 0))
+        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
+            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
+            missing_bytes += self._staging.missing_bytes(on_gpu)
+        free_bytes = free_memory_bytes() if missing_bytes else 0
+        has_memory = self.num_ranks * missing_bytes <= _MEMORY_SHARE * free_bytes
+        if not has_memory and not self._has_told:
+            self._has_told = True
+            logger.warning(f"copies of this host's part of a checkpoint take "
+                           f"{self.num_ranks * missing_bytes / 2**30:.1f} GiB of memory, and {free_bytes / 2**30:.1f} "
+                           "GiB are free: each save blocks the run until it is written")
+        return has_memory
 
     def _copies(self, pieces: Iterable[TensorPiece], *,
                 is_for_updates: Callable[[str], bool]) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
@@ -262,6 +298,8 @@ class _Save:
         self._document = "{}"
         self._needed_bytes = 0
         self._is_waited_for, self._is_of_gpu = True, False
+        self._num_signs = 0  # that this save goes on, here or on the ranks that it waits for
+        self._touched_s = 0.0  # when rank 0 last told the others so
         self._exiting, self._hurry = threading.Event(), threading.Event()
         # A daemon, as Python joins other threads before it lets us know that the process ends.
         self._thread = threading.Thread(target=self._run, name=f"paceline-checkpoint-step-{step}", daemon=True)
@@ -279,7 +317,9 @@ class _Save:
                 self._document = json.dumps(document, indent=1)
             if copies is None:
                 for piece in pieces:
-                    self._take(piece, plain(piece.tensor))
+                    self._take(piece, piece.tensor.detach())
+                if self._is_of_gpu:
+                    torch.cuda.synchronize()  # another thread reads what this one has computed
             else:
                 for piece, copied in copies(pieces):
                     self._take(piece, copied)
@@ -291,7 +331,11 @@ class _Save:
 
     def join(self) -> None:
         self._hurry.set()
-        self._thread.join()
+        while self.is_running:
+            before = self._num_signs
+            self._thread.join(LOOK_S)
+            if self._num_signs != before:
+                long_work.advanced()
         atexit.unregister(self._leave)
 
     def _take(self, piece: TensorPiece, tensor: torch.Tensor) -> None:
@@ -333,10 +377,15 @@ class _Save:
         if _disk_of(self.temp / COMMIT)[1] < self._needed_bytes:  # found now, no other file of the disk is cut short
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
         path = self.temp / _part_name(self.rank, "safetensors")
-        if not self._is_waited_for and not self._is_of_gpu:
-            summary = write_tensors(path, self._tensors, Pace(self._needed_bytes, self._within_s, self._hurry).wrote)
-        else:
-            summary = write_tensors(path, self._tensors)
+        pace = None if self._is_waited_for or self._is_of_gpu else Pace(
+            self._needed_bytes, self._within_s, self._hurry)
+
+        def wrote(num_bytes: int) -> None:
+            self._goes_on()
+            if pace is not None:
+                pace.wrote(num_bytes)
+
+        summary = write_tensors(path, self._tensors, wrote)
         self._tensors.clear()
         if self._exiting.is_set():
             raise _Exiting
@@ -376,12 +425,35 @@ class _Save:
             raise _heard(f"another rank gave up the save of step {self.step}; its own message says why")
         return "rank 0's commit"
 
+    def _goes_on(self) -> None:
+        """This save comes further. Rank 0, which looks at all parts, tells the others by its folder's time."""
+        self._num_signs += 1
+        if self.rank == 0 and time.monotonic() - self._touched_s > _TOUCH_S:
+            self._touched_s = time.monotonic()
+            with suppress(OSError):
+                os.utime(self.temp)
+
+    def _reached(self) -> int:
+        """A number that changes while the ranks that this one waits for come further."""
+        try:
+            return self.temp.stat().st_mtime_ns if self.rank else sum(
+                path.stat().st_size for path in self.temp.iterdir())
+        except OSError:  # gone just now: whoever waits learns why
+            return -1
+
     def _wait_for(self, missing: Callable[[], str]) -> None:
-        """Look until nothing is missing, another rank reports a failure, the process exits or time is up."""
-        deadline_s = time.monotonic() + self.timeout_s
+        """Look until nothing is missing, another rank reports a failure, the process exits, or nothing has come further
+        for the time that is allowed."""
+        reached, looked_s = self._reached(), time.monotonic()
+        deadline_s = looked_s + self.timeout_s
         pause_s = FIRST_POLL_S
         while still := missing():
             self._check_peers()
+            if time.monotonic() - looked_s > min(_TOUCH_S, self.timeout_s / 4):
+                before, reached, looked_s = reached, self._reached(), time.monotonic()
+                if reached != before:
+                    deadline_s = looked_s + self.timeout_s
+                    self._goes_on()
             if time.monotonic() > deadline_s:
                 raise CheckpointError(f"rank {self.rank} waited {self.timeout_s:g} s for {still} "
                                       f"to save step {self.step}",

@@ -70,7 +70,8 @@ class Server:
             check_monitored(self.shelf.schedule, job)
         self.writer = None
         if settings.run_dir is not None:
-            self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt)
+            self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt,
+                                 num_ranks=min(sync.server, context.local_world_size))
             state.refuse_unsaveable(self.shelf)  # now, not after an hour
         self.at_rest: StateAtRest | None = None
         if every := settings.rechecks_every:
