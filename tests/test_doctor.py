@@ -80,6 +80,7 @@ def test_threads_are_compared_with_cores(monkeypatch: pytest.MonkeyPatch, thread
 def test_a_container_limits_memory(monkeypatch: pytest.MonkeyPatch):
     """The limit is shown beside the machine's memory, and too little of it is a warning."""
     monkeypatch.setattr(doctor, "usable_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 2**28)
     found = finding("memory")
     assert found.status == "warn" and found.detail.startswith("1.0 GiB, limited by a cgroup from")
 
