@@ -171,14 +171,15 @@ class _Error:
 
 def _between(errors: Mapping[Plan, _Error], plan: Plan) -> _Error:
     """A line through what is known, over the logarithm of the number of micro-batches; level beyond its ends."""
-    def at(calibrated: Plan) -> float:
+    def log_count(calibrated: Plan) -> float:
         return math.log(calibrated.num_microbatches)
 
-    below = [calibrated for calibrated in errors if at(calibrated) <= at(plan)]
-    above = [calibrated for calibrated in errors if at(calibrated) >= at(plan)]
-    low = max(below, key=at, default=min(above, key=at, default=plan))
-    high = min(above, key=at, default=low)
-    part = (at(plan) - at(low)) / (at(high) - at(low)) if at(high) > at(low) else 0.0
+    below = [calibrated for calibrated in errors if log_count(calibrated) <= log_count(plan)]
+    above = [calibrated for calibrated in errors if log_count(calibrated) >= log_count(plan)]
+    low = max(below, key=log_count, default=min(above, key=log_count, default=plan))
+    high = min(above, key=log_count, default=low)
+    width = log_count(high) - log_count(low)
+    part = (log_count(plan) - log_count(low)) / width if width > 0 else 0.0
     first, second = errors[low], errors[high]
     return _Error(first.factor ** (1 - part) * second.factor ** part,
                   round((1 - part) * first.num_bytes + part * second.num_bytes))

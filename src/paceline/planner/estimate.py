@@ -105,7 +105,7 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
             the model and its pieces are not known.
     """
-    step_s, begins_s = 0.0, start_s(profile, plan)
+    step_s, run_start_s = 0.0, start_s(profile, plan)
     if cluster.nodes and (profile.by_dimensions or not plan.splits_model):
         spread, rates = software.spread, None
     else:
@@ -116,7 +116,7 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     elif rates is not None and plan.splits_model:
         costs, places = _split(plan, cluster, split, batch=batch)
         played = _play_split(costs, places, plan, cluster, rates, precision=precision, snapshot=snapshot)
-        step_s, begins_s = _work_s(played, plan), max(start_s(cost.profile, plan) for cost in costs)
+        step_s, run_start_s = _work_s(played, plan), max(start_s(cost.profile, plan) for cost in costs)
     else:
         if rates is not None and plan.modifiers.accumulate == "auto":
             plan = plan.with_(accumulate=fewest_microbatches(profile, plan, cluster, batch=batch, precision=precision))
@@ -131,7 +131,7 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
         needs += [MemoryNeed(name, devices_of(plan, cluster)[0], dict(ledger)) for strategy in active(plan)
                   for name, ledger in strategy.ranks_apart(profile, plan).items()]
     return Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, tuple(needs),
-                    low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread), start_s=begins_s)
+                    low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread), start_s=run_start_s)
 
 
 def _split(plan: Plan, cluster: Cluster, split: SplitPrices | None, *,

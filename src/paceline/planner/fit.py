@@ -54,14 +54,14 @@ def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, sp
     that it fits for all that is known."""
     estimate = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
     worst = max(estimate.needs, key=lambda need: need.missing_bytes)
-    allowed = min(worst.device.memory_bytes, int(LESS * worst.total_bytes))
+    allowed_bytes = min(worst.device.memory_bytes, int(LESS * worst.total_bytes))
     lines = [f"what each rank of '{plan}' was predicted to need:", ledger(estimate.needs)]
     for other, needs in _from_small_to_large(job, plan, cluster, profile, split, snapshot=snapshot):
         most = max(needs, key=lambda need: need.total_bytes)
-        if most.total_bytes <= allowed:
+        if most.total_bytes <= allowed_bytes:
             return "\n".join([*lines, f"the smallest change that needs less: --plan '{other}', "
                                       f"{most.total_bytes / MIB:,.0f} MiB a rank"])
-    tight = replace(cluster, devices=tuple(replace(device, memory_bytes=allowed) for device in cluster.devices))
+    tight = replace(cluster, devices=tuple(replace(device, memory_bytes=allowed_bytes) for device in cluster.devices))
     return "\n".join([*lines, "no change of plan needs so much less", _other_than_plans(job, tight, profile)])
 
 

@@ -57,8 +57,9 @@ def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch
         return 0
     missing_bytes = 0
     costs = islice(_ranks(profile, plan, cluster, software, samples_of(plan, cluster, batch), precision), 2)
-    on = _stages_on(cluster, plan.num_stage_ranks, plan.world_size // plan.num_stage_ranks, precision, software)
-    for rank, stage_place in zip(costs, on, strict=False):
+    rank_stride = plan.world_size // plan.num_stage_ranks
+    stage_places = _stages_on(cluster, plan.num_stage_ranks, rank_stride, precision, software)
+    for rank, stage_place in zip(costs, stage_places, strict=False):
         allocator = allocator_of(plan, stage_place.device, software)
         for peak_bytes in _peaks_before_backward(rank, _place(rank, plan, stage_place, precision, software)):
             aside_bytes = sum(allocator.set_aside(int(peak_bytes)).values())
@@ -112,9 +113,9 @@ class _Place:
 
     def of(self, stage: StageCost, kind: str, microbatch: str) -> _Block:
         """Stages of the rank that are alike but for their turn share blocks, and so do all forwards."""
-        at, alike = self.number_of[MIDDLE if kind == "F" else microbatch], self.kind_of[stage.segments]
-        key = (alike, kind, at)
-        return self._played(key, lambda: self._events(self.first_of[alike], kind, at))
+        number, stage_kind = self.number_of[MIDDLE if kind == "F" else microbatch], self.kind_of[stage.segments]
+        key = (stage_kind, kind, number)
+        return self._played(key, lambda: self._events(self.first_of[stage_kind], kind, number))
 
     def _played(self, key: tuple[object, ...], make: Callable[[], Sequence[Event]]) -> _Block:
         if (block := self.blocks.get(key)) is None:
@@ -124,16 +125,16 @@ class _Place:
         return block
 
     def _events(self, stage: StageCost, kind: str, microbatch: int) -> Sequence[Event]:
-        action_seconds = sum(m.num_bytes for m in stage.takes)
+        taken_bytes = sum(m.num_bytes for m in stage.takes)
         if kind == "F":
-            ahead = self.written.lowered.events(forward_course(self.rank, stage, microbatch))
-            return (Allocate("communication", action_seconds), *ahead)
-        given_back = Allocate("communication", -action_seconds)
+            forward = self.written.lowered.events(forward_course(self.rank, stage, microbatch))
+            return (Allocate("communication", taken_bytes), *forward)
+        freed = Allocate("communication", -taken_bytes)
         if kind == "I":
             return list(input_gradients(self.written.lowered.step.profile, stage, self.rank.samples))
-        back = sum(m.num_bytes for m in stage.regains)
-        behind = self.written.lowered.events(backward_course(self.rank, stage, microbatch))
-        return (Allocate("communication", back), *behind, Allocate("communication", -back), given_back)
+        regained_bytes = sum(m.num_bytes for m in stage.regains)
+        backward = self.written.lowered.events(backward_course(self.rank, stage, microbatch))
+        return (Allocate("communication", regained_bytes), *backward, Allocate("communication", -regained_bytes), freed)
 
     def start(self) -> _Block:
         """What comes before the first action."""
@@ -228,33 +229,34 @@ def play_pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
     """
     samples = samples_of(plan, cluster, batch)
     costs = list(_ranks(profile, plan, cluster, software, samples, precision))
-    count, rank_stride = plan.num_microbatches, plan.world_size // plan.num_stage_ranks
-    on = _stages_on(cluster, len(costs), rank_stride, precision, software)
+    num_microbatches, rank_stride = plan.num_microbatches, plan.world_size // plan.num_stage_ranks
+    stage_places = _stages_on(cluster, len(costs), rank_stride, precision, software)
     place_of: dict[tuple[int, int], _Place] = {}
-    for rank, stage_place in zip(costs, on, strict=True):
+    for rank, stage_place in zip(costs, stage_places, strict=True):
         if (id(rank.profile), id(stage_place)) not in place_of:
             place_of[id(rank.profile), id(stage_place)] = _place(rank, plan, stage_place, precision, software)
-    places = [place_of[id(rank.profile), id(stage_place)] for rank, stage_place in zip(costs, on, strict=True)]
-    devices = [stage_place.device for stage_place in on]
+    places = [place_of[id(rank.profile), id(stage_place)]
+              for rank, stage_place in zip(costs, stage_places, strict=True)]
+    devices = [stage_place.device for stage_place in stage_places]
 
     kinds = kinds_of(plan)
     action_seconds = _action_seconds(costs, places, kinds, rank_stride, software)
-    ends = rank_ends(plan.schedule.schedule, action_seconds, num_ranks=plan.num_stage_ranks, num_microbatches=count,
-                     virtual=plan.schedule.virtual)
+    ends_s = rank_ends(plan.schedule.schedule, action_seconds, num_ranks=plan.num_stage_ranks,
+                       num_microbatches=num_microbatches, virtual=plan.schedule.virtual)
     endings = {id(place): place.ending() for place in place_of.values()}
-    tails = [max(place.of(stage, kinds[-1], LAST).tail_s
-                 for stage in cost.stages.values()) for cost, place in zip(costs, places, strict=True)]
-    through_s = max(end + tail for end, tail in zip(ends, tails, strict=True))
+    tails_s = [max(place.of(stage, kinds[-1], LAST).tail_s
+                   for stage in cost.stages.values()) for cost, place in zip(costs, places, strict=True)]
+    through_s = max(end_s + tail_s for end_s, tail_s in zip(ends_s, tails_s, strict=True))
     update_s = max(ending.self_s for ending in endings.values())
     played: dict[int, Played] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
         if id(place) in played:  # a later rank of the same kind holds fewer micro-batches
             continue
-        self_s, busy_s = _seconds(cost, place, kinds, count)
+        self_s, busy_s = _seconds(cost, place, kinds, num_microbatches)
         optimizer_s = endings[id(place)].busy_s
         timeline = _memory_timeline(cost, place, endings[id(place)])
         step_s = through_s + update_s
-        exposed_s = self_s - busy_s + tails[number] + endings[id(place)].self_s - optimizer_s
+        exposed_s = self_s - busy_s + tails_s[number] + endings[id(place)].self_s - optimizer_s
         played[id(place)] = Played(f"stage {number}", devices[number], replace(timeline, step_s=step_s, breakdown={
             "compute": busy_s, "optimizer": optimizer_s, "communication": max(0.0, exposed_s),
             "bubble": max(0.0, step_s - busy_s - optimizer_s - exposed_s)}))
@@ -262,22 +264,22 @@ def play_pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
 
 
 def _action_seconds(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[str], rank_stride: int,
-           software: Software) -> Mapping[Key, ActionSeconds]:
+                    software: Software) -> Mapping[Key, ActionSeconds]:
     seconds: dict[Key, ActionSeconds] = {}
     by_key: dict[tuple[object, ...], tuple[ActionSeconds, ActionSeconds, ActionSeconds]] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
-        for stage, figures in cost.stages.items():
+        for stage, stage_cost in cost.stages.items():
             for kind in kinds:
-                leaving = {"F": figures.gives, "B": figures.returns, "I": figures.returns}.get(kind, ())
+                messages = {"F": stage_cost.gives, "B": stage_cost.returns, "I": stage_cost.returns}.get(kind, ())
                 sent_s = 0.0
-                for message in leaving:
+                for message in messages:
                     link = place.network.between(number * rank_stride, message.peer * rank_stride)
                     sent_s += message.num_bytes / link.bytes_per_s + link.latency_s
-                key = (id(place), figures.segments, kind, sent_s)
+                key = (id(place), stage_cost.segments, kind, sent_s)
                 if key not in by_key:
-                    first, middle, last = (ActionSeconds(place.of(figures, kind, microbatch).self_s, sent_s,
-                                                         software.waits_for_sends) for microbatch in (FIRST, MIDDLE,
-                                                                                                      LAST))
+                    first, middle, last = (
+                        ActionSeconds(place.of(stage_cost, kind, microbatch).self_s, sent_s, software.waits_for_sends)
+                        for microbatch in (FIRST, MIDDLE, LAST))
                     by_key[key] = first, middle, last
                 for microbatch, figure in zip((FIRST, MIDDLE, LAST), by_key[key], strict=True):
                     seconds[stage, kind, microbatch] = figure  # type: ignore[index]
@@ -286,9 +288,9 @@ def _action_seconds(costs: Sequence[RankCost], places: Sequence[_Place], kinds: 
 
 def _seconds(cost: RankCost, place: _Place, kinds: Sequence[str], num_microbatches: int) -> tuple[float, float]:
     """Of all actions of a rank: until their computing is done, and of it computing."""
-    often = {FIRST: 1, MIDDLE: num_microbatches - 2, LAST: 1} if num_microbatches > 1 else {LAST: 1}
+    repeats = {FIRST: 1, MIDDLE: num_microbatches - 2, LAST: 1} if num_microbatches > 1 else {LAST: 1}
     blocks = [(times, place.of(stage, kind, microbatch)) for stage in cost.stages.values() for kind in kinds
-             for microbatch, times in often.items()]
+              for microbatch, times in repeats.items()]
     return sum(times * block.self_s for times, block in blocks), sum(times * block.busy_s for times, block in blocks)
 
 
@@ -311,26 +313,26 @@ def _memory_timeline(cost: RankCost, place: _Place, ending: _Block) -> Timeline:
     """A rank's memory, action by action."""
     start = place.start()
     held_bytes = peak_bytes = sum(start.kept.values()) + cost.batch_bytes
-    last, at_peak, done = max(action.microbatch for action in cost.order), -1, []
+    last, peak_position, played_blocks = max(action.microbatch for action in cost.order), -1, []
     blocks: dict[tuple[int, str, str], _Block] = {}
     for position, action in enumerate(cost.order):
         key = (action.stage, action.kind, which(action.microbatch, last + 1))
         block = blocks.get(key) or blocks.setdefault(key, place.of(cost.stages[action.stage], action.kind, key[2]))
         if held_bytes + block.peak_bytes > peak_bytes:
-            peak_bytes, at_peak = held_bytes + block.peak_bytes, position
+            peak_bytes, peak_position = held_bytes + block.peak_bytes, position
         held_bytes += block.kept_bytes
-        done.append(block)
+        played_blocks.append(block)
     ledger: dict[str, float] = defaultdict(float, start.kept)
     ledger["activations"] += cost.batch_bytes
-    for block in done[:max(0, at_peak)]:
+    for block in played_blocks[:max(0, peak_position)]:
         for name, num_bytes in block.kept.items():
             ledger[name] += num_bytes
-    if at_peak >= 0:
-        for name, num_bytes in done[at_peak].at_peak.items():
+    if peak_position >= 0:
+        for name, num_bytes in played_blocks[peak_position].at_peak.items():
             ledger[name] += num_bytes
     if held_bytes + ending.peak_bytes > peak_bytes:
         peak_bytes, ledger = held_bytes + ending.peak_bytes, defaultdict(float, start.kept)
-        for block in (*done, ending):
+        for block in (*played_blocks, ending):
             for name, num_bytes in (ending.at_peak if block is ending else block.kept).items():
                 ledger[name] += num_bytes
     rounded = {name: round(num_bytes) for name, num_bytes in ledger.items()}

@@ -66,8 +66,8 @@ class PlanningProblem:
     @cached_property
     def computes_in(self) -> Precision:
         """The precision of most products: without autocast it is that of the weights."""
-        halves = sum(p.num_bytes * p.count for p in self.profile.parameters if p.dtype in ("bfloat16", "float16"))
-        is_half = self.job.precision == "float32" and 2 * halves > self.profile.parameter_bytes
+        half_bytes = sum(p.num_bytes * p.count for p in self.profile.parameters if p.dtype in ("bfloat16", "float16"))
+        is_half = self.job.precision == "float32" and 2 * half_bytes > self.profile.parameter_bytes
         return "bf16" if is_half else self.job.precision
 
     def limits(self, cluster: Cluster) -> Limits:
@@ -100,14 +100,14 @@ class PlanningProblem:
 
     def rent(self, cluster: Cluster) -> Rent:
         """What a plan's devices cost a second; 1 where nothing has a price."""
-        def of(plan: Plan) -> float:
+        def rent_of(plan: Plan) -> float:
             count = plan.num_workers
             stated = cluster.price_per_hour(count) if self.is_priced(cluster) else None
             if self.price_per_hour is not None:
                 return self.price_per_hour * count / HOUR_S
             return 1.0 if stated is None else stated / HOUR_S
 
-        return of
+        return rent_of
 
     def price(self, plan: Plan, cluster: Cluster) -> Estimate:
         """
@@ -194,13 +194,13 @@ def _with_links(cluster: Cluster, times: float) -> Cluster:
     def faster(link: Link) -> Link:
         return replace(link, bytes_per_s=link.bytes_per_s * times)
 
-    def on(network: Network) -> Network:
+    def with_faster(network: Network) -> Network:
         return replace(network, inside=faster(network.inside), across=network.across and faster(network.across))
 
     if not cluster.nodes:
         return replace(cluster, link=faster(cluster.link),
                        links=tuple((count, faster(link)) for count, link in cluster.links))
-    return Cluster.of(tuple(replace(kind, network=on(kind.network)) for kind in cluster.nodes))
+    return Cluster.of(tuple(replace(kind, network=with_faster(kind.network)) for kind in cluster.nodes))
 
 
 def with_memory(kind: Nodes, times: float) -> Nodes:

@@ -77,10 +77,10 @@ class LoweredStep:
         are alike become a repetition."""
         events: list[Event] = []
         items = [item for item in course if not isinstance(item, tuple) or self.hooks.get(item[0])]
-        at = 0
-        while at < len(items):
-            item = items[at]
-            at += 1
+        position = 0
+        while position < len(items):
+            item = items[position]
+            position += 1
             if not isinstance(item, tuple):
                 events.append(item)
                 continue
@@ -88,11 +88,11 @@ class LoweredStep:
             if moment.is_first or moment.is_last:
                 events += self.at(name, moment)
                 continue
-            together = [(name, moment)]
-            while at < len(items) and isinstance(items[at], tuple) and items[at][1] == moment:  # type: ignore[index]
-                together.append(items[at])  # type: ignore[arg-type]
-                at += 1
-            body = [event for each in together for event in self.at(*each)]
+            alike = [(name, moment)]
+            while position < len(items) and isinstance(item := items[position], tuple) and item[1] == moment:
+                alike.append(item)
+                position += 1
+            body = [event for each in alike for event in self.at(*each)]
             events.append(Repeat(tuple(body), self.step.segment(moment).repeat - 2))
         return tuple(events)
 
@@ -152,54 +152,54 @@ class _OneDevice:
         return {"start": self.start, "begin": self.begin, "forward": self.forward, "backward": self.backward,
                 "done": self.done, "meet": self.meet, "update": self.update, "save": self.save}
 
-    def start(self, at: HookPoint) -> Iterable[Event]:
+    def start(self, point: HookPoint) -> Iterable[Event]:
         yield Allocate("parameters", self.step.total(self.footprint.parameters) + self.profile.buffer_bytes)
         yield Allocate("optimizer", self.step.total(self.footprint.state))
         yield Allocate("gradients", self.step.total(self.footprint.gradients) if self.footprint.gradients_kept else 0)
 
-    def begin(self, at: HookPoint) -> Iterable[Event]:
-        yield Allocate("activations", self.profile.batch_bytes.at(self.step.samples(at)))
+    def begin(self, point: HookPoint) -> Iterable[Event]:
+        yield Allocate("activations", self.profile.batch_bytes.at(self.step.samples(point)))
         yield Compute(fixed_s=MICROBATCH_S if self.step.device_kind == "cpu" else self.step.software.microbatch_s)
 
-    def forward(self, at: HookPoint) -> Iterable[Event]:
-        segment, samples = self.step.segment(at), self.step.samples(at)
-        peak = segment.forward_peak_bytes.at(samples)
-        yield Allocate("activations", peak)
+    def forward(self, point: HookPoint) -> Iterable[Event]:
+        segment, samples = self.step.segment(point), self.step.samples(point)
+        peak_bytes = segment.forward_peak_bytes.at(samples)
+        yield Allocate("activations", peak_bytes)
         yield compute(segment.forward, samples)
-        yield free("activations", peak)
+        yield free("activations", peak_bytes)
         yield Allocate("activations", segment.kept_bytes.at(samples))
 
-    def backward(self, at: HookPoint) -> Iterable[Event]:
-        segment, samples = self.step.segment(at), self.step.samples(at)
-        gradient_sizes = [self.gradient_bytes[name] for name in segment.gradients]
+    def backward(self, point: HookPoint) -> Iterable[Event]:
+        segment, samples = self.step.segment(point), self.step.samples(point)
+        gradient_bytes = [self.gradient_bytes[name] for name in segment.gradients]
         # The first micro-batch's gradients stay, a later one's are added to them one at a time; so are all
         # where their memory is kept.
-        stay = at.microbatch == 0 and not self.footprint.gradients_kept
-        passing = 0 if stay else max(gradient_sizes, default=0)
-        yield Allocate("gradients", sum(gradient_sizes) if stay else passing)
-        peak = segment.backward_peak_bytes.at(samples)
-        yield Allocate("activations", peak)
+        stay = point.microbatch == 0 and not self.footprint.gradients_kept
+        passing_bytes = 0 if stay else max(gradient_bytes, default=0)
+        yield Allocate("gradients", sum(gradient_bytes) if stay else passing_bytes)
+        peak_bytes = segment.backward_peak_bytes.at(samples)
+        yield Allocate("activations", peak_bytes)
         yield compute(segment.backward, samples)
         if not stay and self.step.device_kind == "cpu":  # on accelerators the products add to it themselves
-            yield Compute(moved_bytes=ADDED * sum(gradient_sizes), operators=len(gradient_sizes))
+            yield Compute(moved_bytes=ADDED * sum(gradient_bytes), operators=len(gradient_bytes))
         if not stay:
-            yield from holes_of_added(self.step.device_kind, passing)
-        yield free("activations", peak + segment.kept_bytes.at(samples))
-        yield free("gradients", passing)
+            yield from holes_of_added(self.step.device_kind, passing_bytes)
+        yield free("activations", peak_bytes + segment.kept_bytes.at(samples))
+        yield free("gradients", passing_bytes)
 
-    def done(self, at: HookPoint) -> Iterable[Event]:
-        yield free("activations", self.profile.batch_bytes.at(self.step.samples(at)))
+    def done(self, point: HookPoint) -> Iterable[Event]:
+        yield free("activations", self.profile.batch_bytes.at(self.step.samples(point)))
 
-    def meet(self, at: HookPoint) -> Iterable[Event]:
+    def meet(self, point: HookPoint) -> Iterable[Event]:
         """One small all-reduce of the loss, its count, and which parameters were used, in float64, where ranks meet in
-        every self.step."""
+        every step."""
         if self.step.plan.world_size > 1 and self.step.plan.outer_steps is None:
             figures = 3 + sum(p.trainable for p in self.profile.parameters)
             yield Collective("all_reduce", 8 * figures, self.step.plan.world_size, name="meet", stream=COMPUTE)
 
-    def update(self, at: HookPoint) -> Iterable[Event]:
-        whole = self.step.total(self.gradient_bytes)
-        part = self.step.total(self.footprint.gradients) / whole if whole else 0.0
+    def update(self, point: HookPoint) -> Iterable[Event]:
+        whole_bytes = self.step.total(self.gradient_bytes)
+        part = self.step.total(self.footprint.gradients) / whole_bytes if whole_bytes else 0.0
         passes = self.step.software.update_passes
         yield Allocate("optimizer", self.profile.update_peak_bytes * part)
         work = compute(self.profile.update, samples=0, part="optimizer")
@@ -208,7 +208,7 @@ class _OneDevice:
                       calls=tuple((call, count * part) for call, count in work.calls) if part != 1 else work.calls)
         yield free("optimizer", self.profile.update_peak_bytes * part)
 
-    def save(self, at: HookPoint) -> Iterable[Event]:
+    def save(self, point: HookPoint) -> Iterable[Event]:
         """A checkpoint is written in the background from a copy in the host's memory."""
         if self.step.device_kind == "cpu":
             footprint = self.footprint

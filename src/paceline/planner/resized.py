@@ -33,7 +33,7 @@ def resized(plan: Plan, world_size: int) -> Plan:
         raise PlanError(f"plan '{plan}' is for {plan.world_size} ranks, and its counts can't be changed so that it is "
                         f"for {world_size}", hint="a plan with data= or shard= goes on with any number of ranks")
     return min(candidates, key=lambda other: (other.model_cut != plan.model_cut, _num_changed(plan, other),
-                                         other.num_copies, str(other)))
+                                              other.num_copies, str(other)))
 
 
 def _candidates(plan: Plan, world_size: int) -> Iterator[Plan]:

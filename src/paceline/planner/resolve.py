@@ -120,9 +120,9 @@ def _check_counts(plan: Plan, cluster: Cluster, *, devices: str | None, procs: i
                         hint="ranks that share GPUs are for tests on one host")
     if (num_cpu := _cpu_ranks_here(plan, environment)) and cluster.devices[-1].kind == "cuda" \
             and len(cluster.devices) != local:
-        gpus, workers = cluster.devices[num_cpu:], local - num_cpu
-        enough = names_of(gpus[:workers]) if len(gpus) > workers else f"cuda:0-{workers - 1}"
-        raise PlanError(f"plan '{plan}' has {workers} workers here and --devices names {len(gpus)} GPUs",
+        gpus, num_workers = cluster.devices[num_cpu:], local - num_cpu
+        enough = names_of(gpus[:num_workers]) if len(gpus) > num_workers else f"cuda:0-{num_workers - 1}"
+        raise PlanError(f"plan '{plan}' has {num_workers} workers here and --devices names {len(gpus)} GPUs",
                         hint=f"one GPU a worker, and none for servers, which compute on the CPU: --devices {enough}")
     if devices is not None and len(cluster.devices) != local:
         raise PlanError(f"plan '{plan}' needs {local} devices here and --devices names {len(cluster.devices)}",

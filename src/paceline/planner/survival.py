@@ -175,7 +175,7 @@ def in_hours(seconds: float) -> str:
     >>> in_hours(90), in_hours(600), in_hours(7200), in_hours(864000), in_hours(1e9)
     ('90 s', '10 min', '2 h', '10 days', '11,574 days')
     """
-    for unit, name, least in ((86400.0, "days", 172800.0), (HOUR_S, "h", 5400.0), (60.0, "min", 120.0)):
-        if seconds >= least:
+    for unit, name, least_s in ((86400.0, "days", 172800.0), (HOUR_S, "h", 5400.0), (60.0, "min", 120.0)):
+        if seconds >= least_s:
             return f"{seconds / unit:,.0f} {name}" if seconds >= 100 * unit else f"{seconds / unit:.3g} {name}"
     return f"{seconds:.3g} s"

@@ -107,7 +107,7 @@ class AcceleratorRates:
         precision = precision if _is_float8(product, precision) else _unshaped(precision)
         if precision == "float32" and product.kind in self.software.convolution_rates:
             precision = "tf32"  # torch's default for convolutions: torch.backends.cudnn.allow_tf32
-        best, software = self.flops_per_s[precision], self.software
+        best_flops_per_s, software = self.flops_per_s[precision], self.software
         item_bytes = min(2, self.item_bytes) if precision in AUTOCAST else self.item_bytes
         if product.kind in ATTENTION and software.kernels.attention == "fused":
             return product.flops * (0.5 if software.skips_mask and product.kind == "attention" else 1.0) / (
@@ -119,7 +119,7 @@ class AcceleratorRates:
         if product.kind in ("linear", *ATTENTION) and item_bytes == 2 and not (
                 _is_aligned(columns * item_bytes) and _is_aligned(inner * item_bytes)):
             part *= UNALIGNED_LINEAR_PART if product.kind == "linear" else UNALIGNED_PART
-        return max(product.flops / (best * software.product_rate * part),
+        return max(product.flops / (best_flops_per_s * software.product_rate * part),
                    item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
 
 

@@ -64,9 +64,9 @@ def _with_servers_s(event: Collective, network: Network) -> float:
     away = 1.0
     if event.is_colocated and (network.across is None or nodes > 1):
         away = (workers - 1) / workers
-    by_server_s = workers * away / servers
-    by_worker_s = 1 - 1 / servers if event.is_colocated else 1.0
-    on_links_s = event.num_bytes * max(by_server_s, by_worker_s) / link.bytes_per_s
+    server_load = workers * away / servers
+    worker_load = 1 - 1 / servers if event.is_colocated else 1.0
+    on_links_s = event.num_bytes * max(server_load, worker_load) / link.bytes_per_s
     return event.times * max(link.latency_s + on_links_s, _by_processes_s(event, network))
 
 

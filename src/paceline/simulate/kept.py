@@ -17,10 +17,10 @@ class KeptByIdentity(Generic[Key, Result]):
         self.function = function
         self._kept: dict[tuple[int, Key], tuple[Any, Result]] = {}  # with the object, so that its number stays its own
 
-    def __call__(self, given: Any, key: Key) -> Result:
-        kept = self._kept.get((id(given), key))
+    def __call__(self, value: Any, key: Key) -> Result:
+        kept = self._kept.get((id(value), key))
         if kept is None:
             if len(self._kept) >= MOST_KEPT:
                 self._kept.clear()
-            kept = self._kept[id(given), key] = given, self.function(given, key)
+            kept = self._kept[id(value), key] = value, self.function(value, key)
         return kept[1]

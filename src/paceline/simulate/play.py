@@ -75,28 +75,28 @@ def play_together(programs: Sequence[Program], rates: Sequence[Rates], network: 
         ValueError: a rank waits for a message that nobody sends.
     """
     arrived: dict[tuple[int, int, str], float] = {}
-    ranks = [Player(rates_of_rank, network, precision=precision, number=number, rank_stride=rank_stride)
-             for number, rates_of_rank in enumerate(rates)]
-    pending = [_Pending(rank, program) for rank, program in zip(ranks, programs, strict=True)]
+    players = [Player(rates_of_rank, network, precision=precision, number=number, rank_stride=rank_stride)
+               for number, rates_of_rank in enumerate(rates)]
+    pending = [_Pending(player, program) for player, program in zip(players, programs, strict=True)]
     while any(rank.go_on(arrived) for rank in pending):
         pass
-    if waiting := [rank for rank in pending if rank.at < len(rank.program)]:
-        raise ValueError(f"rank {waiting[0].player.number} waits for {waiting[0].program[waiting[0].at]}, "
+    if waiting := [rank for rank in pending if rank.position < len(rank.program)]:
+        raise ValueError(f"rank {waiting[0].player.number} waits for {waiting[0].program[waiting[0].position]}, "
                          "which nobody sends")
-    return [rank.timeline() for rank in ranks]
+    return [player.timeline() for player in players]
 
 
 class _Pending:
     """A rank on its way through its program."""
 
     def __init__(self, player: Player, program: Program) -> None:
-        self.player, self.program, self.at = player, program, 0
+        self.player, self.program, self.position = player, program, 0
 
     def go_on(self, arrived: dict[tuple[int, int, str], float]) -> bool:
         """Play until a message is missing; whether any event was played. arrived: when, by (from, to, name)."""
-        before, player = self.at, self.player
-        while self.at < len(self.program):
-            event = self.program[self.at]
+        before, player = self.position, self.player
+        while self.position < len(self.program):
+            event = self.program[self.position]
             if isinstance(event, Receive):
                 key = (event.source, player.number, event.name)
                 if key not in arrived:
@@ -106,8 +106,8 @@ class _Pending:
                 arrived[player.number, event.to, event.name] = player.send(event)
             else:
                 player.play(event)
-            self.at += 1
-        return self.at > before
+            self.position += 1
+        return self.position > before
 
 
 class Player:
@@ -133,23 +133,23 @@ class Player:
     def _compute(self, event: Compute) -> None:
         clock = self.clock
         device_s, host_s = self.rates.seconds(event, self.precision)
-        start = clock[COMPUTE]
+        start_s = clock[COMPUTE]
         for name in event.after:
-            start = max(start, self.ended.get(name, 0.0))
-        if self._slowdown and clock[NETWORK] > start:
-            device_s += self._slowdown * min(device_s, clock[NETWORK] - start)
+            start_s = max(start_s, self.ended.get(name, 0.0))
+        if self._slowdown and clock[NETWORK] > start_s:
+            device_s += self._slowdown * min(device_s, clock[NETWORK] - start_s)
         clock[HOST] += host_s
-        clock[COMPUTE] = max(start + device_s, clock[HOST])
-        self.busy[event.part] += clock[COMPUTE] - start
+        clock[COMPUTE] = max(start_s + device_s, clock[HOST])
+        self.busy[event.part] += clock[COMPUTE] - start_s
 
     def _collective(self, event: Collective) -> None:
         clock = self.clock
         clock[HOST] += event.times * self.rates.collective_s
-        begins = max(clock.get(event.stream, 0.0), clock[COMPUTE], clock[HOST])
-        ends = begins + collective_s(event, self.network)
-        clock[event.stream] = self.ended[event.name] = ends
+        begins_s = max(clock.get(event.stream, 0.0), clock[COMPUTE], clock[HOST])
+        ends_s = begins_s + collective_s(event, self.network)
+        clock[event.stream] = self.ended[event.name] = ends_s
         if event.servers and event.stream == COMPUTE:
-            clock[HOST] = ends  # the host itself takes what servers send
+            clock[HOST] = ends_s  # the host itself takes what servers send
 
     def receive(self, arrived_s: float) -> None:
         self.clock[COMPUTE] = max(self.clock[COMPUTE], arrived_s)
