@@ -270,7 +270,7 @@ def take_whole(model: nn.Module, paths: Sequence[str],
 class _Reader:
     """Makes a `Capture` of an exported program."""
 
-    def __init__(self, model: nn.Module, exported: Any, given: tuple[tuple[Any, ...], dict[str, Any]],
+    def __init__(self, model: nn.Module, exported: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]],
                  calls: tuple[Call, ...], tensors: Mapping[str, torch.Tensor]) -> None:
         from torch.export.graph_signature import InputKind
 
@@ -279,7 +279,7 @@ class _Reader:
         known = {_memory(tensor): name for name, tensor in tensors.items() if tensor.numel()}
         self.graph: fx.Graph = exported.graph_module.graph
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        flat, self.in_spec = pytree.tree_flatten(given)
+        flat, self.in_spec = pytree.tree_flatten(arguments)
         self.listed = _listed_modules(model)
         self.leaves = {name for name, module in model.named_modules() if name and not any(module.children())}
         self.leaves |= {call.path for call in calls if call.path}
@@ -455,8 +455,9 @@ class _Reader:
         for node in nodes:
             if node in whole:
                 call = whole[node]
-                given = [placeholders[name] for name in call.parameters]
-                copies[node] = graph.call_function(call.run, (given, [copies[n] for n in node.args[0]]))  # type: ignore
+                weights = [placeholders[name] for name in call.parameters]
+                operands = [copies[n] for n in node.args[0]]  # type: ignore
+                copies[node] = graph.call_function(call.run, (weights, operands))
             else:
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
         graph.output(tuple(copies[n] for n in outputs))

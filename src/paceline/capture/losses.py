@@ -30,11 +30,11 @@ class RepeatableLoss:
         self.last: tuple[Any, Any, Any] | None = None
 
     def __call__(self, output: Any, target: Any) -> Any:
-        given = pytree.tree_map_only(torch.Tensor, _lazily_apart, output), lazy_copies(target)
+        copies = pytree.tree_map_only(torch.Tensor, _lazily_apart, output), lazy_copies(target)
         before = _draws()
         value = self.loss(output, target)
         # The value of a loss that draws is another one each time.
-        self.last = (*given, _as_tensors(value)) if _draws() == before else None
+        self.last = (*copies, _as_tensors(value)) if _draws() == before else None
         return value
 
     def keeps_state(self) -> bool:
@@ -78,10 +78,10 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             of_model = _tensors_of(model, changed_buffers)
             values = {}
             for name, function in functions.items():
-                given = _apart(output)
-                watch = _Reads(of_model, forward.storages, given)
+                detached = _apart(output)
+                watch = _Reads(of_model, forward.storages, detached)
                 with function_kept(function, model), watch:
-                    values[name] = _value(name, function, given, output)
+                    values[name] = _value(name, function, detached, output)
                 if watch.read:
                     raise _refused(name, watch.read)
             if snapshot.attributes.changed():
@@ -95,14 +95,14 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         snapshot.restore()
 
 
-def _value(name: str, function: Function, given: Any, output: Any) -> Any:
+def _value(name: str, function: Function, detached: Any, output: Any) -> Any:
     """What a function gives for an output apart from its graph.
 
     Raises:
         PlanRefused: it can't without.
     """
     try:
-        return function(given)
+        return function(detached)
     except RuntimeError as error:
         try:
             function(output)
@@ -127,7 +127,7 @@ def _is_same_again(function: Function, output: Any, before: Any, model: nn.Modul
 def _refused(name: str, read: str) -> PlanRefused:
     return PlanRefused(f"{name} uses {read} of the model beside its output, and no rank of a plan that splits the "
                        "model has that", hint="data=N plans keep the whole model on every rank; or let the "
-                                                         "model return what the loss needs")
+                                              "model return what the loss needs")
 
 
 def _tensors_of(model: nn.Module, changed_buffers: set[str]) -> dict[int, str]:
@@ -162,13 +162,13 @@ class _Fresh(TorchDispatchMode):
     The weak references keep their numbers from being given to tensors of the loss, without keeping their memory.
     """
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, inputs: Any) -> None:
         super().__init__()
-        self.given, self.storages = set(_storages(given)), dict[int, StorageWeakRef]()
+        self.input_storages, self.storages = set(_storages(inputs)), dict[int, StorageWeakRef]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = set(_storages((args, kwargs))) | self.given
+        known = set(_storages((args, kwargs))) | self.input_storages
         for leaf in pytree.tree_leaves(result):
             for number in _storages(leaf):
                 if number not in known:
@@ -179,10 +179,10 @@ class _Fresh(TorchDispatchMode):
 class _Reads(TorchDispatchMode):
     """read: what operators have first used of a model while this was entered; "" if nothing."""
 
-    def __init__(self, of_model: Mapping[int, str], made: Container[int], given: Any) -> None:
+    def __init__(self, of_model: Mapping[int, str], made: Container[int], output: Any) -> None:
         super().__init__()
         self.of_model, self.made = of_model, made
-        self.known = set(_storages(given))
+        self.known = set(_storages(output))
         self.read = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

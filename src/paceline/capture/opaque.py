@@ -287,8 +287,8 @@ def functions_kept() -> Iterator[None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread and cls is CheckpointFunction:  # reentrant: it runs without gradients
-            run_function, _, *given = args
-            return run_function(*given)
+            run_function, _, *arguments = args
+            return run_function(*arguments)
         if threading.get_ident() != thread or cls.__module__.partition(".")[0] == "torch":
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
         return _record_function(cls, args, kwargs)
@@ -331,7 +331,7 @@ def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
         returned = run()
     made, others, returned_spec = _taken_apart(returned)
-    if any(tensor is given for tensor in made for given in inputs):
+    if any(tensor is argument for tensor in made for argument in inputs):
         raise CannotRecord(f"{function.__name__} changes its input in place")
     if not made:
         return returned

@@ -40,7 +40,7 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
                                requires_grad=parameters[name].requires_grad) for name in piece.parameters]
         also = [torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in piece.buffers]
         inputs = [torch.empty(values[name].shape, dtype=values[name].dtype, requires_grad=values[name].differentiable)
-                 for name in piece.inputs]
+                  for name in piece.inputs]
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 outputs = piece.run(*weights, *also, *inputs)

@@ -133,8 +133,8 @@ def _random_operators() -> tuple[Any, ...]:
 def _mean_of(func: Any, *args: Any, **kwargs: Any) -> Any:
     name = func.overloadpacket.__name__
     kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-    if (given := _without_drops(func, args, kwargs)) is not None:
-        args, kwargs, drops = given
+    if (without_drops := _without_drops(func, args, kwargs)) is not None:
+        args, kwargs, drops = without_drops
         return func(*args, **kwargs) if drops else NotImplemented
     if name in _MEANS:
         return _MEANS[name](*args, **kwargs)
@@ -219,11 +219,11 @@ class WithoutRandomness(TorchDispatchMode):
             return func(*args, **kwargs)
         if name == "native_dropout_backward":
             return _native_dropout_backward(*args)
-        given = _without_drops(func, args, kwargs)
+        without_drops = _without_drops(func, args, kwargs)
         if name in _HARMLESS:
             pass
-        elif given is not None:
-            args, kwargs, drops = given
+        elif without_drops is not None:
+            args, kwargs, drops = without_drops
             if drops and not is_backward:
                 self._note(name)
         elif is_random and name in _MEANS:

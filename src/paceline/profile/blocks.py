@@ -125,8 +125,8 @@ class BlockInputs:
     modes: tuple[Any, ...]
 
     @classmethod
-    def of(cls, given: Any) -> BlockInputs:
-        leaves, spec = tree_flatten(given)
+    def of(cls, values: Any) -> BlockInputs:
+        leaves, spec = tree_flatten(values)
         seen: dict[int, int] = {}
         described = tuple(
             (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad,
@@ -184,8 +184,8 @@ class Repeats:
     units: by name; without any nothing is stood in for. segment: tells which segment of the step runs.
     stand_in: makes what a call like a traced one returns. is_once: whether a second call of a block is an error; else
         it is traced. looking_into: is told of each unit that is traced.
-    of: for each segment that a stand-in took, the traced one. members: for each unit that was stood in for, the traced
-        one.
+    traced_of: for each segment that a stand-in took, the traced one. members: for each unit that was stood in for, the
+        traced one.
     """
 
     units: Mapping[str, nn.Module]
@@ -194,7 +194,7 @@ class Repeats:
         default_factory=lambda: _stand_in)
     is_once: bool = True
     looking_into: Callable[[str], None] = lambda name: None
-    of: dict[int, int] = field(default_factory=dict)
+    traced_of: dict[int, int] = field(default_factory=dict)
     members: dict[str, str] = field(default_factory=dict)
     _first_of: dict[str, str] = field(init=False)
     _called: set[str] = field(default_factory=set)
@@ -244,7 +244,7 @@ class Repeats:
         numbers_of = {first: numbers(self.units[first], [self.units[name] for name, other in folded if other == first])
                       for first in repeated}
         before = {name: vars(self.units[name]).get("forward") for name, _ in folded}
-        for known in (self.of, self.members, self._called, self._runs):
+        for known in (self.traced_of, self.members, self._called, self._runs):
             known.clear()
         for name, first in folded:
             self.units[name].forward = self._forward(self.units[name], name, first, names, numbers_of[first])
@@ -271,7 +271,7 @@ class Repeats:
             inputs, runs = BlockInputs.of((args, kwargs)), self._runs.setdefault(first, [])
             for run in runs:
                 if run.module is not unit and run.made is not None and run.inputs.is_like(inputs):
-                    self.of[self.segment()] = run.segment
+                    self.traced_of[self.segment()] = run.segment
                     self.members[name] = names[id(run.module)]
                     return self.stand_in(name, unit, run, args, kwargs)
             segment, attributes = self.segment(), _attributes(unit)
@@ -291,11 +291,11 @@ def _attributes(unit: nn.Module) -> list[tuple[str, int]]:
             if name not in _OF_TORCH]
 
 
-def _traced(unit: nn.Module, inputs: BlockInputs, segment: int, given: Sequence[Any], returned: Any, *,
+def _traced(unit: nn.Module, inputs: BlockInputs, segment: int, arguments: Sequence[Any], returned: Any, *,
             is_alone: bool) -> Run:
     """is_alone: whether others that are called so may do something else, or something is known of it alone."""
     leaves, spec = tree_flatten(returned)
-    memory = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, torch.Tensor)}
+    memory = {leaf.untyped_storage()._cdata for leaf in arguments if isinstance(leaf, torch.Tensor)}
     made: list[Any] | None = [] if not is_alone else None
     for leaf in leaves:
         if made is None or not isinstance(leaf, (torch.Tensor, *_SCALARS)):
@@ -304,35 +304,36 @@ def _traced(unit: nn.Module, inputs: BlockInputs, segment: int, given: Sequence[
         if not isinstance(leaf, torch.Tensor):
             made.append(leaf)
             continue
-        source = next((number for number, other in enumerate(given) if other is leaf), -1)
+        source = next((number for number, other in enumerate(arguments) if other is leaf), -1)
         if source < 0 and leaf.untyped_storage()._cdata in memory:  # a view of what it was given
             made = None
             break
         made.append(BlockOutput(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, source))
-    storages = tuple(weakref.ref(leaf.untyped_storage()) if isinstance(leaf, torch.Tensor) else None for leaf in given)
+    storages = tuple(weakref.ref(leaf.untyped_storage()) if isinstance(leaf, torch.Tensor) else None
+                     for leaf in arguments)
     return Run(unit, inputs, segment, None if made is None else tuple(made), spec, storages)
 
 
 def _stand_in(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a traced call returned, made anew without computing."""
     assert run.made is not None
-    given = tree_leaves((args, kwargs))
-    given_storages = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, torch.Tensor)}
+    input_leaves = tree_leaves((args, kwargs))
+    input_storages = {leaf.untyped_storage()._cdata for leaf in input_leaves if isinstance(leaf, torch.Tensor)}
     if run.holds is None:  # an input that is still alive, though the model has gone on to the next one, is kept
-        run.holds = tuple(ref is not None and (storage := ref()) is not None and storage._cdata not in given_storages
+        run.holds = tuple(ref is not None and (storage := ref()) is not None and storage._cdata not in input_storages
                           for ref in run.storages)
     fresh = [output for output in run.made if isinstance(output, BlockOutput) and output.source < 0]
-    taken = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
-    is_kept = [keeps for keeps, leaf in zip(run.holds, given, strict=True) if isinstance(leaf, torch.Tensor)]
+    taken = [leaf for leaf in input_leaves if isinstance(leaf, torch.Tensor)]
+    is_kept = [keeps for keeps, leaf in zip(run.holds, input_leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     weight = torch.empty(0, requires_grad=any(output.differentiable for output in fresh))
     made = iter(_Repeated.apply(fresh, is_kept, weight, *taken) if fresh else ())
-    return returned(run, given, made)
+    return returned(run, input_leaves, made)
 
 
-def returned(run: Run, given: Sequence[Any], made: Iterator[torch.Tensor]) -> Any:
-    """What a call like a traced one returns. given: its inputs, flat. made: its new tensors."""
+def returned(run: Run, input_leaves: Sequence[Any], made: Iterator[torch.Tensor]) -> Any:
+    """What a call like a traced one returns. input_leaves: its inputs, flat. made: its new tensors."""
     assert run.made is not None
-    leaves = [(next(made) if leaf.source < 0 else given[leaf.source]) if isinstance(leaf, BlockOutput) else leaf
+    leaves = [(next(made) if leaf.source < 0 else input_leaves[leaf.source]) if isinstance(leaf, BlockOutput) else leaf
               for leaf in run.made]
     return tree_unflatten(leaves, run.spec)
 

@@ -154,16 +154,16 @@ class _Course:
 
     def _leave(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
-            given = {id(leaf) for leaf in tree_leaves(args)}
+            inputs = {id(leaf) for leaf in tree_leaves(args)}
             self.calls[name].outputs = tuple(weakref.ref(leaf) for leaf in tree_leaves(output)
-                                             if isinstance(leaf, torch.Tensor) and id(leaf) not in given)
+                                             if isinstance(leaf, torch.Tensor) and id(leaf) not in inputs)
             self.inside = ""
         return hook
 
     def chain(self, path: str, count: int) -> Chain | None:
         """With the fewest blocks kept."""
         chains = [Chain(path, count, kept, period) for period in range(1, LONGEST_PERIOD + 1)
-                 if count - (kept := self._kept(path, count, period)) >= FEWEST_LEFT_OUT]
+                  if count - (kept := self._kept(path, count, period)) >= FEWEST_LEFT_OUT]
         return min(chains, key=lambda chain: chain.kept, default=None)
 
     def _kept(self, path: str, count: int, period: int) -> int:

@@ -130,8 +130,8 @@ class DeviceRates:
 
         Source: Williams, Waterman and Patterson 2009, Roofline.
         """
-        rate, item_bytes = self.matrix_flops_per_s(precision), ITEM_BYTES[precision]
-        return sum(max(0.0, product.values * item_bytes / self.memory_bytes_per_s - product.flops / rate)
+        flops_per_s, item_bytes = self.matrix_flops_per_s(precision), ITEM_BYTES[precision]
+        return sum(max(0.0, product.values * item_bytes / self.memory_bytes_per_s - product.flops / flops_per_s)
                    for product in products if product.kind == "linear")
 
     def with_threads(self, num_threads: int) -> DeviceRates:
@@ -183,14 +183,14 @@ def _matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Of a linear layer's three products: forward, the gradient of its input, the gradient of its weight."""
     import torch
 
-    rate = 0.0
+    flops_per_s = 0.0
     for side in MATRIX_SIDES[device.type]:
         a = torch.ones(side, side, device=device, dtype=dtype)
         seconds = _seconds(partial(_products, a), device)
-        rate = 3 * 2 * side**3 / seconds
+        flops_per_s = 3 * 2 * side**3 / seconds
         if seconds > LARGER_BELOW_S:
             break
-    return rate
+    return flops_per_s
 
 
 def _products(a: torch.Tensor) -> None:
@@ -266,5 +266,6 @@ def _figures(rates: DeviceRates) -> dict[str, float]:
 
 
 def _rates(figures: Mapping[str, float]) -> DeviceRates:
-    flops, bf16_flops, memory, function, operator_s = (float(figures[name]) for name in FIGURES)
-    return DeviceRates(flops, bf16_flops, memory, function, operator_s)
+    flops_per_s, bf16_flops_per_s, memory_bytes_per_s, function_bytes_per_s, operator_s = (
+        float(figures[name]) for name in FIGURES)
+    return DeviceRates(flops_per_s, bf16_flops_per_s, memory_bytes_per_s, function_bytes_per_s, operator_s)

@@ -98,7 +98,7 @@ class Fusion:
         for operator in self._operators:
             of_place = spared[operator.place]
             of_place.num_bytes += sum(num_bytes for storage, num_bytes in operator.handed.items()
-                                     if storage not in operator.kept)
+                                      if storage not in operator.kept)
             of_place.operators += operator.kernel is not None
             of_place.kernels += operator.kernel is None and not operator.is_product
         return spared
@@ -125,10 +125,10 @@ def saved_s(timed: Sequence[tuple[OperatorCall, float, float]], spared_bytes: fl
     plain = [(count * call.num_bytes, count * seconds) for call, count, seconds in timed
              if call.is_plain and not _column_bytes(call)]
     moved_bytes, plain_s = (sum(figures) for figures in zip(*plain, strict=True)) if plain else (0.0, 0.0)
-    rate = moved_bytes / plain_s if plain_s else memory_bytes_per_s
+    bytes_per_s = moved_bytes / plain_s if plain_s else memory_bytes_per_s
     slower_s = sum(count * max(0.0, num_bytes / COLUMN_SUM_BYTES_PER_S - seconds) for call, count, seconds in timed
                    if (num_bytes := _column_bytes(call)) > LARGEST_AT_ONCE_BYTES)
-    return spared_bytes / rate - slower_s
+    return spared_bytes / bytes_per_s - slower_s
 
 
 def _column_bytes(call: OperatorCall) -> float:

@@ -64,10 +64,11 @@ class _Together(nn.Module):
     def forward(self, **inputs: Any) -> list[Any]:
         outputs = []
         for name in self.names:
-            given, model = _given(self.described[name], inputs[f"for_{name}"]), self.get_submodule(name)
-            args = () if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else (given,)
+            arguments, model = _given(self.described[name], inputs[f"for_{name}"]), self.get_submodule(name)
+            args = (() if isinstance(arguments, Mapping)
+                    else arguments if isinstance(arguments, tuple | list) else (arguments,))
             with torch.set_grad_enabled(name not in self.frozen):
-                outputs.append(model(*args, **(given if isinstance(given, Mapping) else {})))
+                outputs.append(model(*args, **(arguments if isinstance(arguments, Mapping) else {})))
         return outputs
 
 

@@ -63,7 +63,7 @@ class OperatorTimes:
         self._name = f"operators-{self.processes}x{self.threads}" + ("" if keeps_heap else "-lean")
         stored = cache.read(self._name, "cpu")
         self._known: dict[str, float] = {}
-        self._left: set[str] = set()  # for which there was no time in this process
+        self._skipped: set[str] = set()  # for which there was no time in this process
         if isinstance(stored, dict):
             self._known = {key: seconds for key, seconds in stored.items()
                            if isinstance(seconds, float) and (seconds == CANT or 0 < seconds < math.inf)}
@@ -99,11 +99,11 @@ class OperatorTimes:
     def measure(self, calls: Iterable[OperatorCall]) -> None:
         """Time those that are not known yet."""
         missing = {_key(call): call for call in calls if call.operator != UNKNOWN}
-        missing = {key: call for key, call in missing.items() if key not in self._known and key not in self._left}
+        missing = {key: call for key, call in missing.items() if key not in self._known and key not in self._skipped}
         if not missing or not self.measures:
             return
         measured = session(list(missing.values()), self.processes, self.threads, keeps_heap=self.keeps_heap)
-        self._left.update(key for key, seconds in zip(missing, measured, strict=True) if seconds is None)
+        self._skipped.update(key for key, seconds in zip(missing, measured, strict=True) if seconds is None)
         self._known |= {key: seconds for key, seconds in zip(missing, measured, strict=True) if seconds is not None}
         self._known = dict(list(self._known.items())[-MOST_KEPT:])
         cache.write(self._name, "cpu", self._known)
@@ -131,11 +131,11 @@ def session(calls: Sequence[OperatorCall], processes: int, threads: int, *, keep
     import paceline.launch.process  # noqa: F401  here, so that not every fork loads it
 
     board = _Board(len(calls), processes)
-    until = time.monotonic() + budget_s
+    deadline_s = time.monotonic() + budget_s
     set_up = partial(_set_up, threads, keeps_heap=keeps_heap)
     for _ in range(MOST_CRASHES):
         try:
-            in_a_fork(lambda: _lead(calls, board, set_up, until), timeout_s=budget_s + 60)
+            in_a_fork(lambda: _lead(calls, board, set_up, deadline_s), timeout_s=budget_s + 60)
             break
         except RuntimeError:  # a kernel may end its process
             board.seconds[board.at] = CANT
@@ -165,8 +165,8 @@ class _Board:
 
     def begin(self, number: int) -> None:
         """The lead waits until the others have called the operator once, or can't."""
-        until = time.perf_counter() + WAIT_S
-        while min(self.ready[1:], default=number + 1) < number + 1 and time.perf_counter() < until:
+        deadline_s = time.perf_counter() + WAIT_S
+        while min(self.ready[1:], default=number + 1) < number + 1 and time.perf_counter() < deadline_s:
             pass
 
     def end(self, number: int, seconds: float) -> None:
@@ -177,7 +177,7 @@ class _Board:
         return self._done[0] >= number
 
 
-def _lead(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Arena], until: float) -> None:
+def _lead(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Arena], deadline_s: float) -> None:
     """Time operators, beside ranks that call the same ones. set_up: this process, as a rank is."""
     import torch
 
@@ -196,7 +196,7 @@ def _lead(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Are
         for number, call in enumerate(calls):
             if not math.isnan(board.seconds[number]):
                 continue
-            if time.monotonic() > until:
+            if time.monotonic() > deadline_s:
                 break
             board.prepare(number)
             try:
@@ -261,9 +261,9 @@ def _seconds(again: Callable[[], object], threads: int) -> float:
         return clock() - began_s
 
     times = [once()]
-    until = time.perf_counter() + (LONGEST_S if threads > 1 else SLOW_S)
+    deadline_s = time.perf_counter() + (LONGEST_S if threads > 1 else SLOW_S)
     count = max(FEWEST, min(MOST, math.ceil(MEASURED_S / times[0])))
-    while len(times) < 2 or (len(times) < count and time.perf_counter() < until) or (
+    while len(times) < 2 or (len(times) < count and time.perf_counter() < deadline_s) or (
             len(times) < FEWEST and not _are_alike(times)):
         times.append(once())
     return min(alone_s, statistics.quantiles(times, n=4)[0] if len(times) > FEWEST else min(times))
@@ -298,30 +298,30 @@ class Arena:
             if not bool(((sample > 1e-6) & (sample < 1e6)).all()):
                 values.uniform_(0.1, 1.1)
 
-    def operand(self, of: Operand, begin: int) -> torch.Tensor:
+    def operand(self, operand: Operand, begin: int) -> torch.Tensor:
         """begin: in bytes, of where the operand is; in memory of its own if it doesn't fit there."""
         import torch
 
-        dtype = getattr(torch, of.dtype)
+        dtype = getattr(torch, operand.dtype)
         if not dtype.is_floating_point:
-            return torch.ones(of.shape, dtype=dtype)
-        values, needed = self.of(dtype), _needed(of)
+            return torch.ones(operand.shape, dtype=dtype)
+        values, needed = self.of(dtype), _needed(operand)
         first = begin // dtype.itemsize
         if first + needed > len(values):
             values, first = torch.full((needed,), 0.5, dtype=dtype), 0
-        return values.as_strided(of.shape, of.stride, first)
+        return values.as_strided(operand.shape, operand.stride, first)
 
 
-def _needed(of: Operand) -> int:
+def _needed(operand: Operand) -> int:
     """Values between an operand's first and its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(of.shape, of.stride, strict=True)) if all(
-        of.shape) else 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(operand.shape, operand.stride, strict=True)) if all(
+        operand.shape) else 0
 
 
-def _num_bytes(of: Operand) -> int:
+def _num_bytes(operand: Operand) -> int:
     import torch
 
-    return _needed(of) * int(getattr(torch, of.dtype).itemsize)
+    return _needed(operand) * int(getattr(torch, operand.dtype).itemsize)
 
 
 def _prepared(call: OperatorCall, arena: Arena) -> Callable[[], object]:
@@ -337,23 +337,24 @@ def _prepared(call: OperatorCall, arena: Arena) -> Callable[[], object]:
     operands = list(call.operands())
     if sum(map(_num_bytes, operands)) > LARGEST_BYTES:
         raise MemoryError(call.operator)
-    sizes = [-(-_num_bytes(of) // 64) * 64 for of in operands]
-    near = sum(size for of, size in zip(operands, sizes, strict=True) if not of.window)
-    each = max(64, sum(size for of, size in zip(operands, sizes, strict=True) if of.window))
-    places, ends = [], {True: 0, False: near}  # near operands come first, then copies of all others together
-    for of, size in zip(operands, sizes, strict=True):
-        places.append(ends[not of.window])
-        ends[not of.window] += size
-    spread = [max(1, min(MOST_COPIES, of.window // each, (2 * FAR - near) // each)) for of in operands]
-    strides = [max(each, of.window // MOST_COPIES // 64 * 64) for of in operands]
+    sizes = [-(-_num_bytes(operand) // 64) * 64 for operand in operands]
+    near_bytes = sum(size for operand, size in zip(operands, sizes, strict=True) if not operand.window)
+    far_bytes = max(64, sum(size for operand, size in zip(operands, sizes, strict=True) if operand.window))
+    places, ends = [], {True: 0, False: near_bytes}  # near operands come first, then copies of all others together
+    for operand, size in zip(operands, sizes, strict=True):
+        places.append(ends[not operand.window])
+        ends[not operand.window] += size
+    spread = [max(1, min(MOST_COPIES, operand.window // far_bytes, (2 * FAR - near_bytes) // far_bytes))
+              for operand in operands]
+    strides = [max(far_bytes, operand.window // MOST_COPIES // 64 * 64) for operand in operands]
     most = _most_index(name, call)
-    fixed = {k: torch.randint(most, of.shape, dtype=getattr(torch, of.dtype))
-             for k, of in enumerate(operands) if of.dtype in ("int64", "int32")}
+    fixed = {k: torch.randint(most, operand.shape, dtype=getattr(torch, operand.dtype))
+             for k, operand in enumerate(operands) if operand.dtype in ("int64", "int32")}
 
     def made(copy: int) -> tuple[list[Any], dict[str, Any]]:
-        given = iter([fixed[k] if k in fixed else arena.operand(of, places[k] + copy % spread[k] * strides[k])
-                      for k, of in enumerate(operands)])
-        return [_given(a, given) for a in call.arguments], {key: _given(a, given) for key, a in call.options}
+        tensors = iter([fixed[k] if k in fixed else arena.operand(operand, places[k] + copy % spread[k] * strides[k])
+                        for k, operand in enumerate(operands)])
+        return [_given(a, tensors) for a in call.arguments], {key: _given(a, tensors) for key, a in call.options}
 
     if name == "mkldnn_rnn_layer_backward":
         return _layer_backward(made(0)[0])
@@ -373,12 +374,12 @@ def _prepared(call: OperatorCall, arena: Arena) -> Callable[[], object]:
     return again
 
 
-def _layer_backward(given: list[Any]) -> Callable[[], object]:
+def _layer_backward(arguments: list[Any]) -> Callable[[], object]:
     """Of a recurrent layer: it needs what its forward left behind."""
     import torch
 
-    (x, *weights), (hx, cx) = given[:5], given[5:7]
-    *gradients, reverse, mode, size, layers, biases, train, two_ways, sizes, batch_first, _ = given[10:]
+    (x, *weights), (hx, cx) = arguments[:5], arguments[5:7]
+    *gradients, reverse, mode, size, layers, biases, train, two_ways, sizes, batch_first, _ = arguments[10:]
     with torch.enable_grad():  # else it leaves nothing
         y, hy, cy, left = torch.ops.aten.mkldnn_rnn_layer.default(x, *weights, hx, cx, reverse, sizes, mode, size,
                                                                   layers, biases, two_ways, batch_first, train)

@@ -237,7 +237,7 @@ class Distances:
         except TypeError:
             return OperatorCall(UNKNOWN, flops=float(flops), num_bytes=float(num_bytes))
         return OperatorCall(str(func), arguments, options, float(flops), float(num_bytes),
-                    None if place.direction == "forward" else 0.0)
+                            None if place.direction == "forward" else 0.0)
 
     def _noted(self, value: Any, place: StepPosition) -> Any:
         """
@@ -275,8 +275,8 @@ def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Modul
 
     def back_to(segment: int) -> Callable[[Any], None]:
         def hook(_: Any) -> None:
-            at = recorder.place
-            if at.direction == "forward" or segment < at.segment:
+            place = recorder.place
+            if place.direction == "forward" or segment < place.segment:
                 recorder.move_to(StepPosition(segment, "backward"))
         return hook
 

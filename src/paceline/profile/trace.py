@@ -86,18 +86,19 @@ def _profile(job: Job, samples: int, device: torch.device, like: Profile | None,
         except Exception as error:
             return _from_parameters(job, [f"the data gave no samples ({_named(error)})"])
         if profile := _tried("on fake tensors", lambda: _profile_of_fakes(job, items, built or fake_model(job), like),
-                           notes):
+                             notes):
             return profile
     with kept_generators(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assumed = _tried("with assumed values", lambda: replace(_profile_of_fakes(
             job, items, fake_model(job, assumes=True), like), notes=(ASSUMED_NOTE,)), [])
-        needed = _bytes_for_real(job, assumed, 2 * samples)
+        needed_bytes = _bytes_for_real(job, assumed, 2 * samples)
         how = "for real" if device.type == "cpu" else f"for real on {device}"
-        if needed > MOST_REAL_BYTES:
-            notes.append(f"is not run {how}, which takes {needed:,.0f} bytes or more and may take {MOST_REAL_BYTES:,}")
+        if needed_bytes > MOST_REAL_BYTES:
+            notes.append(f"is not run {how}, which takes {needed_bytes:,.0f} bytes or more and may take "
+                         f"{MOST_REAL_BYTES:,}")
         elif profile := _tried(how, lambda: _fit(_real_runs(job, items, device, updates=like is None), tuple(notes),
-                                               like=like), notes):
+                                                 like=like), notes):
             return profile
         if assumed is not None:
             return replace(assumed, notes=(*notes, *assumed.notes))
@@ -107,8 +108,8 @@ def _profile(job: Job, samples: int, device: torch.device, like: Profile | None,
 def _bytes_for_real(job: Job, assumed: Profile | None, samples: int) -> float:
     """The least that a real run takes: parameters and their gradients, and activations where they are known."""
     if assumed is not None:
-        kept = sum(s.kept_bytes.at(samples) for s in assumed.segments)
-        return kept + assumed.parameter_bytes + sum(p.gradient_bytes + p.state_bytes for p in assumed.parameters)
+        kept_bytes = sum(s.kept_bytes.at(samples) for s in assumed.segments)
+        return kept_bytes + assumed.parameter_bytes + sum(p.gradient_bytes + p.state_bytes for p in assumed.parameters)
     model = _without_memory(job)
     return sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
 
@@ -425,23 +426,23 @@ def _trace_update(job: Job, named: list[tuple[str, nn.Parameter]], recorder: Wor
                 recorder.move_to(StepPosition(-1, "update"))
     except Exception:
         return None
-    of = dict(named)
-    return {name: _state_bytes(optimizer, of[repeats.traced(name)]) for name, _ in named}
+    parameter_of = dict(named)
+    return {name: _state_bytes(optimizer, parameter_of[repeats.traced(name)]) for name, _ in named}
 
 
 @contextmanager
 def _gradients_of_more(named: Sequence[tuple[str, nn.Parameter]], repeats: Repeats,
                        units: Sequence[str]) -> Iterator[None]:
     """Give parameters of units that were not run gradients where those that stand for them have some."""
-    of = dict(named)
-    given = [p for name, p in named if name.startswith(tuple(f"{unit}." for unit in units))
-             and of[repeats.traced(name)].grad is not None]
-    for p in given:
+    parameter_of = dict(named)
+    trained = [p for name, p in named if name.startswith(tuple(f"{unit}." for unit in units))
+               and parameter_of[repeats.traced(name)].grad is not None]
+    for p in trained:
         p.grad = torch.empty_like(p)
     try:
         yield
     finally:
-        for p in given:
+        for p in trained:
             p.grad = None
 
 
@@ -495,7 +496,7 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
     """The line through two runs, figure by figure; the update is the first one's, or that of a profile that is `like`
     this one. cast: see `cast_parameters`."""
     first, second = runs
-    if first.pieces != second.pieces or first.repeats.of != second.repeats.of:
+    if first.pieces != second.pieces or first.repeats.traced_of != second.repeats.traced_of:
         raise ValueError("the model takes another course for another number of samples")
     state_bytes = first.state_bytes if like is None else {p.name: p.state_bytes for p in like.parameters}
     if state_bytes is None:
@@ -508,8 +509,9 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
         small, large = (side.segment(number, num_bytes) for side, num_bytes in zip(sides, step_bytes, strict=True))
         return Segment.through(small, large, samples=samples)
 
-    segments = (replace(segment(first.repeats.of.get(number, number)), unit=piece if piece in first.units else "",
-                        gradients=_gradients(first, number, piece)) for number, piece in first.course)
+    segments = (replace(segment(first.repeats.traced_of.get(number, number)),
+                        unit=piece if piece in first.units else "", gradients=_gradients(first, number, piece))
+                for number, piece in first.course)
     return Profile(
         parameters=_parameters(first.model, first.units, state_bytes, cast),
         segments=tuple(s for s in segments if s != Segment()),
@@ -525,20 +527,21 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
 def _gradients(run: _Run, number: int, unit: str) -> tuple[str, ...]:
     """Names of parameters whose gradients a segment completes; of a block that was not run as of the one that was."""
     names = run.recorder.gradients[number]
-    traced = run.repeats.of.get(number, number)
+    traced = run.repeats.traced_of.get(number, number)
     if traced == number:
         return tuple(names)
     other = run.pieces[traced]
     return (*names, *(f"{unit}{name.removeprefix(other)}" for name in run.recorder.gradients[traced]
-                    if name.startswith(f"{other}.")))
+                      if name.startswith(f"{other}.")))
 
 
 def _step_bytes(side: _Side, state_bytes: Mapping[str, int] | None) -> float:
     """That a step touches: what lies between two uses of a tensor in different passes."""
-    weights = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in side.run.model.parameters())
-    state_and_weights = weights if state_bytes is None else weights + sum(state_bytes.values())
-    places = [StepPosition(side.run.repeats.of.get(number, number), "forward") for number, _ in side.run.course]
-    return state_and_weights + sum(max(0, side.levels(place).end - side.levels(place).start) for place in places)
+    weight_bytes = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1)
+                       for p in side.run.model.parameters())
+    state_and_weight_bytes = weight_bytes if state_bytes is None else weight_bytes + sum(state_bytes.values())
+    places = [StepPosition(side.run.repeats.traced_of.get(number, number), "forward") for number, _ in side.run.course]
+    return state_and_weight_bytes + sum(max(0, side.levels(place).end - side.levels(place).start) for place in places)
 
 
 def _update(side: _Side, step_bytes: float) -> Work:
