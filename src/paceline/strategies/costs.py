@@ -116,37 +116,37 @@ class Step:
     footprint: Footprint
     software: Software = PACELINE
 
-    def is_last(self, at: HookPoint) -> bool:
+    def is_last(self, point: HookPoint) -> bool:
         """Whether this is the window's last micro-batch."""
-        return at.microbatch == len(self.microbatch_samples) - 1
+        return point.microbatch == len(self.microbatch_samples) - 1
 
     def total(self, bytes_by_name: Mapping[str, int]) -> int:
         """Of all parameters, with all there are of each."""
         return sum(bytes_by_name[p.name] * p.count for p in self.profile.parameters)
 
-    def segment(self, at: HookPoint) -> Segment:
-        return self.profile.segments[at.segment]
+    def segment(self, point: HookPoint) -> Segment:
+        return self.profile.segments[point.segment]
 
-    def samples(self, at: HookPoint) -> float:
-        return self.microbatch_samples[at.microbatch]
+    def samples(self, point: HookPoint) -> float:
+        return self.microbatch_samples[point.microbatch]
 
 
 def forward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, HookPoint]]:
     """Of a segment and those like it: the first, one for all between, the last."""
     for is_first, is_last in _ENDS[min(repeat, 3)]:
-        at = HookPoint(microbatch, segment, is_first, is_last)
-        yield "before_forward", at
-        yield "forward", at
-        yield "after_forward", at
+        point = HookPoint(microbatch, segment, is_first, is_last)
+        yield "before_forward", point
+        yield "forward", point
+        yield "after_forward", point
 
 
 def backward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, HookPoint]]:
     """The same, the last one first."""
     for is_first, is_last in reversed(_ENDS[min(repeat, 3)]):
-        at = HookPoint(microbatch, segment, is_first, is_last)
-        yield "before_backward", at
-        yield "backward", at
-        yield "after_backward", at
+        point = HookPoint(microbatch, segment, is_first, is_last)
+        yield "before_backward", point
+        yield "backward", point
+        yield "after_backward", point
 
 
 _ENDS = {1: [(True, True)], 2: [(True, False), (False, True)], 3: [(True, False), (False, False), (False, True)]}

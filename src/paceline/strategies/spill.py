@@ -122,11 +122,11 @@ class Spill:
     def _owns(self, storage: torch.UntypedStorage) -> bool:
         return (storage.filename or "").startswith(self._prefix)
 
-    def _move(self, operator: Any, result: Any, given: Iterable[torch.UntypedStorage]) -> None:
+    def _move(self, operator: Any, result: Any, inputs: Iterable[torch.UntypedStorage]) -> None:
         """Give fresh results a storage in a file, before anyone else has seen them."""
         if any(returned.alias_info is not None for returned in operator._schema.returns):
             return
-        known = {storage._cdata for storage in given}
+        known = {storage._cdata for storage in inputs}
         moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         for tensor in filter(_is_plain, pytree.tree_leaves(result)):
             storage = tensor.untyped_storage()
@@ -184,10 +184,10 @@ class _Watch(TorchDispatchMode):
         if self.moves and func.overloadpacket in _EMPTY and (empty := self._empty(func, args, kwargs)) is not None:
             return empty
         result = func(*args, **kwargs)
-        given = _storages((args, kwargs))
+        inputs = _storages((args, kwargs))
         if self.moves:
-            self.spill._move(func, result, given)
-        self.spill._note([*given, *_storages(result)])
+            self.spill._move(func, result, inputs)
+        self.spill._note([*inputs, *_storages(result)])
         return result
 
 
@@ -240,6 +240,6 @@ def _folder_on_disk() -> Path:
 def _file_system(folder: Path) -> str:
     """The type of the file system that a folder is on."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    at = [(Path(mount[1].encode().decode("unicode_escape")), mount[2]) for mount in mounts]
-    return max(((len(where.parts), kind) for where, kind in at if folder.resolve().is_relative_to(where)),
-               default=(0, ""))[1]
+    mounted = [(Path(mount[1].encode().decode("unicode_escape")), mount[2]) for mount in mounts]
+    return max(((len(mount_point.parts), kind) for mount_point, kind in mounted
+                if folder.resolve().is_relative_to(mount_point)), default=(0, ""))[1]

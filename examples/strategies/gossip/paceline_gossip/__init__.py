@@ -34,10 +34,10 @@ def enter(step: Step) -> Hooks:
     replicas = num_replicas(step.plan)
     weights_bytes = sum(p.num_bytes * p.count for p in step.profile.parameters if p.trainable)
 
-    def start(at: HookPoint) -> Iterable[Event]:
+    def start(point: HookPoint) -> Iterable[Event]:
         yield Allocate("communication", BUFFERS * weights_bytes)
 
-    def update(at: HookPoint) -> Iterable[Event]:
+    def update(point: HookPoint) -> Iterable[Event]:
         # A ring's all-reduce of B bytes sends 2 B (N - 1) / N from each rank; two neighbours are sent 2 B.
         yield Collective("all_reduce", weights_bytes * replicas / (replicas - 1), replicas, name="gossip",
                          stream=COMPUTE)

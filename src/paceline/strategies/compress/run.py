@@ -197,15 +197,15 @@ class TopK:
         ranks, residual = dist.get_world_size(self.group), self.residuals[number]
         residual += flat
         count = topk_elements(len(flat))
-        places = residual.abs().topk(count, sorted=False).indices.to(torch.int32)
-        sent = torch.cat([residual[places].view(torch.uint8), places.view(torch.uint8)])
-        residual[places] = 0
+        indices = residual.abs().topk(count, sorted=False).indices.to(torch.int32)
+        sent = torch.cat([residual[indices].view(torch.uint8), indices.view(torch.uint8)])
+        residual[indices] = 0
         rows = [torch.empty_like(sent) for _ in range(ranks)]
         dist.all_gather(rows, sent, group=self.group)
         flat.zero_()
         for received in rows:
-            values, at = received[:count * flat.element_size()], received[count * flat.element_size():]
-            flat[at.clone().view(torch.int32)] += values.view(flat.dtype)
+            values, received_indices = received[:count * flat.element_size()], received[count * flat.element_size():]
+            flat[received_indices.clone().view(torch.int32)] += values.view(flat.dtype)
         return topk_bytes(len(flat), flat.element_size(), ranks)
 
 
@@ -252,7 +252,7 @@ class PowerSGD:
         """Every factor's sum over the ranks, in one message."""
         if not factors:
             return {}
-        together = torch.cat([factor.flatten() for factor in factors.values()])
-        dist.all_reduce(together, group=self.group)
-        sums = together.split([factor.numel() for factor in factors.values()])
+        flat = torch.cat([factor.flatten() for factor in factors.values()])
+        dist.all_reduce(flat, group=self.group)
+        sums = flat.split([factor.numel() for factor in factors.values()])
         return {index: part.view_as(factor) for (index, factor), part in zip(factors.items(), sums, strict=True)}

@@ -32,15 +32,15 @@ def assign(sizes_bytes: Sequence[int], kinds: Sequence[Hashable]) -> list[list[i
     """
     buckets: list[list[int]] = []
     open_bucket: dict[Hashable, list[int]] = {}
-    remaining = sum(sizes_bytes)
-    enough_bytes = min(LARGEST_BUCKET_BYTES, max(LEAST_BUCKET_BYTES, remaining / BUCKETS))
+    remaining_bytes = sum(sizes_bytes)
+    enough_bytes = min(LARGEST_BUCKET_BYTES, max(LEAST_BUCKET_BYTES, remaining_bytes / BUCKETS))
     for index in reversed(range(len(sizes_bytes))):
         bucket = open_bucket.setdefault(kinds[index], [])
         if not bucket:
             buckets.append(bucket)
         bucket.append(index)
-        remaining -= sizes_bytes[index]
+        remaining_bytes -= sizes_bytes[index]
         bucket_bytes = sum(sizes_bytes[i] for i in bucket)
-        if bucket_bytes >= enough_bytes or (remaining <= LAST_BUCKET_BYTES < bucket_bytes):
+        if bucket_bytes >= enough_bytes or (remaining_bytes <= LAST_BUCKET_BYTES < bucket_bytes):
             del open_bucket[kinds[index]]
     return buckets

@@ -22,18 +22,18 @@ def enter(step: Step) -> Hooks:
     compressed goes over the network everywhere."""
     replicas, form = step.plan.axes.data, step.plan.modifiers.compress
     leaving = departures(step)
-    total = sum(step.footprint.gradients[p.name] * p.count for p in step.profile.parameters if p.trainable)
+    gradient_bytes = sum(step.footprint.gradients[p.name] * p.count for p in step.profile.parameters if p.trainable)
     stride = step.plan.axes.shard * step.plan.axes.tensor
     at_once = step.software.overlaps or step.device_kind == "cpu"
     copied = step.footprint.gradients_by_unit
     shared = step.device_kind == "cpu" and form == "none"
 
-    def start(at: HookPoint) -> Iterable[Event]:
+    def start(point: HookPoint) -> Iterable[Event]:
         """Gradients live in the buckets, unless they are shards: those are copied in and out. Pages that are shared
         count for every rank that touches them: each sums its part of all buckets."""
-        touched = total * (replicas - 1) / replicas if shared else 0
-        left_out = total if form in ("topk", "powersgd") else 0
-        yield Allocate("communication", touched + (total if copied else 0) + left_out)
+        touched_bytes = gradient_bytes * (replicas - 1) / replicas if shared else 0
+        residual_bytes = gradient_bytes if form in ("topk", "powersgd") else 0
+        yield Allocate("communication", touched_bytes + (gradient_bytes if copied else 0) + residual_bytes)
 
     def send(segment: int, repeat: int = 1) -> Iterable[Event]:
         for bucket in leaving[segment]:
@@ -43,21 +43,22 @@ def enter(step: Step) -> Hooks:
                 yield from reduce(form, bucket, replicas, name="buckets", stride=stride, times=repeat,
                                   stream=NETWORK if at_once else COMPUTE)
 
-    def after_backward(at: HookPoint) -> Iterable[Event]:
-        return send(at.segment) if step.is_last(at) and at_once else ()
+    def after_backward(point: HookPoint) -> Iterable[Event]:
+        return send(point.segment) if step.is_last(point) and at_once else ()
 
-    def done(at: HookPoint) -> Iterable[Event]:
-        return send(_AT_THE_END) if step.is_last(at) and at_once else ()
+    def done(point: HookPoint) -> Iterable[Event]:
+        return send(_AT_THE_END) if step.is_last(point) and at_once else ()
 
-    def finish(at: HookPoint) -> Iterable[Event]:
+    def finish(point: HookPoint) -> Iterable[Event]:
         if not at_once:
             for segment in leaving:
                 yield from send(segment, step.profile.segments[segment].repeat if segment >= 0 else 1)
-        if shared and total:
+        if shared and gradient_bytes:
             yield Collective("all_reduce", 4, replicas, stream=COMPUTE)  # all are here
-            yield Compute(moved_bytes=2 * total)  # every rank's part is read, the sum written to every rank
+            yield Compute(moved_bytes=2 * gradient_bytes)  # every rank's part is read, the sum written to every rank
             yield Collective("all_reduce", 4, replicas, stream=COMPUTE)  # all are done
-        yield Compute(moved_bytes=2 * total if copied else 0, after=("buckets",) if total and not shared else ())
+        yield Compute(moved_bytes=2 * gradient_bytes if copied else 0,
+                      after=("buckets",) if gradient_bytes and not shared else ())
 
     return {"start": start, "after_backward": after_backward, "done": done, "finish": finish}
 
@@ -86,10 +87,10 @@ def reduce(form: str, bucket: Bucket, ranks: int, *, name: str, stream: str = NE
         return
     whole_bytes = bucket.item_bytes * sum(map(math.prod, bucket.shapes))
     part = bucket.num_bytes / whole_bytes if whole_bytes else 0.0  # a shard's
-    sent = sent_bytes(form, bucket.shapes, bucket.item_bytes, ranks) * part
+    message_bytes = sent_bytes(form, bucket.shapes, bucket.item_bytes, ranks) * part
     yield Compute(moved_bytes=times * PASSES[form] * bucket.num_bytes, operators=times * PASSES[form])
-    yield Collective("all_reduce", sent * ranks / (2 * (ranks - 1)), ranks, name=name, stream=stream, times=times,
-                     stride=stride)
+    yield Collective("all_reduce", message_bytes * ranks / (2 * (ranks - 1)), ranks, name=name, stream=stream,
+                     times=times, stride=stride)
 
 
 def shape_of(parameter: Parameter) -> tuple[int, ...]:
@@ -112,28 +113,28 @@ def departures(step: Step) -> dict[int, list[Bucket]]:
     if step.profile.by_dimensions:
         return _by_dimensions(step)
     trainable = [p for p in step.profile.parameters if p.trainable]
-    sizes = [step.footprint.gradients[p.name] for p in trainable]
+    sizes_bytes = [step.footprint.gradients[p.name] for p in trainable]
     ready = _ready_after(step)
     buckets: dict[int, list[Bucket]] = defaultdict(list)
     latest = len(step.profile.segments)
-    for bucket in assign(sizes, [p.dtype for p in trainable]):
+    for bucket in assign(sizes_bytes, [p.dtype for p in trainable]):
         latest = min([latest, *(ready.get(trainable[i].name, _AT_THE_END) for i in bucket)])
-        buckets[latest].append(Bucket(sum(sizes[i] for i in bucket), tuple(shape_of(trainable[i]) for i in bucket),
-                                    item_bytes(trainable[bucket[0]])))
+        buckets[latest].append(Bucket(sum(sizes_bytes[i] for i in bucket),
+                                      tuple(shape_of(trainable[i]) for i in bucket), item_bytes(trainable[bucket[0]])))
     return buckets
 
 
 def _by_dimensions(step: Step) -> dict[int, list[Bucket]]:
-    parts = step.profile.reduced_part
+    part = step.profile.reduced_part
     trainable = {p.name: p for p in step.profile.parameters if p.trainable}
     all_bytes = sum(step.footprint.gradients[p.name] * p.count for p in trainable.values())
-    largest = min(LARGEST_BUCKET_BYTES, parts * all_bytes)
+    largest_bytes = min(LARGEST_BUCKET_BYTES, part * all_bytes)
     buckets: dict[int, list[Bucket]] = defaultdict(list)
     for number, segment in enumerate(step.profile.segments):
         for name in (name for name in segment.gradients if name in trainable):
-            num_bytes = step.footprint.gradients[name] * parts
-            buckets[number].append(Bucket(largest, (shape_of(trainable[name]),), item_bytes(trainable[name]),
-                                        times=num_bytes / largest))
+            num_bytes = step.footprint.gradients[name] * part
+            buckets[number].append(Bucket(largest_bytes, (shape_of(trainable[name]),), item_bytes(trainable[name]),
+                                          times=num_bytes / largest_bytes))
     return buckets
 
 

@@ -134,25 +134,27 @@ class GradientBuckets:
         """What the sums so far left out here, and the factors that the next ones start from."""
         if isinstance(self.reduction, Compressed):
             for number, residual in self.reduction.method.residuals.items():
-                for index, left in zip(self.indices[number], views(self.buckets[number], residual), strict=True):
+                residual_views = views(self.buckets[number], residual)
+                for index, residual_view in zip(self.indices[number], residual_views, strict=True):
                     name = self.names[index]
-                    yield StateTensor(f"residuals/{self.replica}/{name}", left, like=name, replica=True)
+                    yield StateTensor(f"residuals/{self.replica}/{name}", residual_view, like=name, replica=True)
             for (number, index), factor in self.reduction.method.factors.items():
                 yield StateTensor(f"factors/{self.names[self.indices[number][index]]}", factor)
 
     def restore(self, saved: SavedState) -> list[str]:
         """What was left out is owed to the model: other numbers of replicas share its sum."""
-        replicas, there = dist.get_world_size(self.group), saved.replicas("residuals")
+        replicas, saved_replicas = dist.get_world_size(self.group), saved.replicas("residuals")
         kept = list(self.kept())
         for residual in kept:
-            if residual.name in saved and (not residual.replica or there == replicas):
+            if residual.name in saved and (not residual.replica or saved_replicas == replicas):
                 residual.tensor.copy_(saved.read(residual.name, residual.like))
-            elif residual.replica and there:
-                sums = [saved.read(f"residuals/{number}/{residual.like}", residual.like) for number in range(there)]
-                residual.tensor.copy_(torch.stack(sums).sum(0) / replicas)
-        if there in (0, replicas) or not any(residual.replica for residual in kept):
+            elif residual.replica and saved_replicas:
+                residuals = [saved.read(f"residuals/{number}/{residual.like}", residual.like)
+                             for number in range(saved_replicas)]
+                residual.tensor.copy_(torch.stack(residuals).sum(0) / replicas)
+        if saved_replicas in (0, replicas) or not any(residual.replica for residual in kept):
             return []
-        return [f"what {there} replicas had not sent yet of their gradients is shared by {replicas}"]
+        return [f"what {saved_replicas} replicas had not sent yet of their gradients is shared by {replicas}"]
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         if self.arrivals.add(index, last=self.armed) and self.reduction.overlaps:

@@ -50,9 +50,9 @@ class SparseGradients:
         if not self.parameters:
             return
         gradients = [_with_rows(p.grad) for p in self.parameters]
-        told = self._gather(torch.tensor([_rows(gradient) for gradient in gradients],
-                                         device=self.parameters[0].device))
-        counts = [of_rank.tolist() for of_rank in told]
+        all_counts = self._gather(torch.tensor([_rows(gradient) for gradient in gradients],
+                                               device=self.parameters[0].device))
+        counts = [of_rank.tolist() for of_rank in all_counts]
         parts = self._exchange(gradients, counts)
         for number, (p, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             kinds = {of_rank[number] for of_rank in counts}

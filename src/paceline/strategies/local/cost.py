@@ -20,10 +20,10 @@ def enter(step: Step) -> Hooks:
     copies = 3 if order.outer == "diloco" else 2  # shared weights, the way from them, momentum
     stream = NETWORK if delay_steps(local=order.local, fragments=order.fragments) else COMPUTE
 
-    def start(at: HookPoint) -> Iterable[Event]:
+    def start(point: HookPoint) -> Iterable[Event]:
         yield Allocate("communication", copies * whole_bytes)
 
-    def update(at: HookPoint) -> Iterable[Event]:
+    def update(point: HookPoint) -> Iterable[Event]:
         """Ranks meet about their steps' figures and parameters once a fragment, and send each fragment once a round."""
         seldom = 1.0 / order.local
         met_bytes = 8 * (2 * order.local / order.fragments + 3 + len(trainable))

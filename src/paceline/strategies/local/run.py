@@ -153,7 +153,7 @@ class OuterSync:
 
     @torch.no_grad()
     def end_step(self, step: int, figures: torch.Tensor, host_figures: list[float],
-              beat: Callable[[str], None]) -> SyncedFigures | None:
+                 beat: Callable[[str], None]) -> SyncedFigures | None:
         self.figures.append(host_figures)
         for fragment in self.fragments:
             fragment.steps, fragment.count = fragment.steps + 1, fragment.count + host_figures[1]
@@ -215,10 +215,10 @@ class OuterSync:
         The figures were read in their steps. They travel from host to host, so that no replica waits for its GPU.
         """
         counts = torch.tensor([self.fragments[number].count for number in leaving], dtype=torch.float64)
-        read = (torch.tensor(self.figures, dtype=torch.float64) if self.figures
-                else torch.empty(0, STEP_FIGURES, dtype=torch.float64))
-        steps, flags = read[:, :STEP_FIGURES], read[:, STEP_FIGURES:].sum(0)
-        figures = torch.cat([steps.flatten(), flags, counts.to(read)])
+        local_figures = (torch.tensor(self.figures, dtype=torch.float64) if self.figures
+                         else torch.empty(0, STEP_FIGURES, dtype=torch.float64))
+        steps, flags = local_figures[:, :STEP_FIGURES], local_figures[:, STEP_FIGURES:].sum(0)
+        figures = torch.cat([steps.flatten(), flags, counts.to(local_figures)])
         dist.all_reduce(figures, group=self.group)
         self.met_bytes += all_reduce_bytes(figures.nbytes, self.ranks)
         all_steps, all_flags, totals = figures.split([steps.numel(), len(flags), len(counts)])

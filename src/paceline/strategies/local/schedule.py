@@ -21,10 +21,10 @@ def assign(sizes_bytes: Sequence[int], fragments: int) -> list[list[int]]:
     count = len(sizes_bytes)
     if count < fragments:
         raise ValueError(f"{count} parameters can't be {fragments} fragments")
-    ends, total = list(accumulate(sizes_bytes)), sum(sizes_bytes)
+    ends, total_bytes = list(accumulate(sizes_bytes)), sum(sizes_bytes)
     edges = [0]
     for number in range(1, fragments):
-        fair = next(index for index, end in enumerate(ends, 1) if end * fragments >= total * number)
+        fair = next(index for index, end in enumerate(ends, 1) if end * fragments >= total_bytes * number)
         edges.append(min(max(fair, edges[-1] + 1), count - (fragments - number)))
     edges.append(count)
     return [list(range(first, last)) for first, last in pairwise(edges)]

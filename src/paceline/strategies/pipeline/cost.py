@@ -55,20 +55,20 @@ def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float, f
     runs = _cut(profile, num_ranks * virtual, flops_per_byte)
     count = min(plan.num_microbatches, most_microbatches or plan.num_microbatches)
     orders = orders_of(plan.schedule.schedule, num_ranks, count, virtual)
-    sent = _boundary_bytes(profile).at(samples)
+    boundary_bytes = _boundary_bytes(profile).at(samples)
     if software.cuts_messages or software.sequence_parallel:
-        sent /= plan.axes.tensor
+        boundary_bytes /= plan.axes.tensor
     homes = _homes(profile, runs, num_ranks)
     batch_bytes = profile.batch_bytes.at(samples * plan.num_microbatches)
     tied_stride = (num_ranks - 1) * (plan.world_size // num_ranks)
     for place in range(num_ranks):
         stages = stages_of(place, num_ranks=num_ranks, virtual=virtual)
-        part, spans = _part(profile, tuple(runs[stage] for stage in stages),
-                           halves=2 if splits_backward(plan) else 1)
-        tied = [p for p in part.parameters if len(homes.get(p.name, ())) > 1]
+        rank_profile, spans = _part(profile, tuple(runs[stage] for stage in stages),
+                                    halves=2 if splits_backward(plan) else 1)
+        tied = [p for p in rank_profile.parameters if len(homes.get(p.name, ())) > 1]
         yield RankCost(
-            part, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, sent)
-                  for stage, span in zip(stages, spans, strict=True)},
+            rank_profile, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, boundary_bytes)
+                           for stage, span in zip(stages, spans, strict=True)},
             orders[place], batch_bytes=batch_bytes,
             tied_bytes=sum(p.gradient_bytes for p in tied) / plan.axes.tensor,
             tied_stride=tied_stride, samples=samples)
@@ -152,8 +152,8 @@ def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profi
                 gradients=tuple(name + mark for name in names), backward=segment.backward.times(1 / halves)))
         spans.append(range(begin, len(segments)))
     trained_bytes = sum(p.gradient_bytes * p.count for p in parameters.values())
-    whole = sum(p.gradient_bytes * p.count for p in profile.parameters)
-    part = trained_bytes / whole if whole else 0.0
+    all_bytes = sum(p.gradient_bytes * p.count for p in profile.parameters)
+    part = trained_bytes / all_bytes if all_bytes else 0.0
     return replace(profile, parameters=tuple(parameters.values()), segments=tuple(segments), batch_bytes=Affine(),
                    update=profile.update.times(part), update_peak_bytes=round(part * profile.update_peak_bytes)), spans
 

@@ -9,14 +9,14 @@ from itertools import accumulate
 from paceline.errors import PlanError
 
 
-def balance(seconds: Sequence[float], held_bytes: Sequence[float], kept_bytes: Sequence[float], *,
+def balance(work: Sequence[float], held_bytes: Sequence[float], kept_bytes: Sequence[float], *,
             speeds: Sequence[float], memory_bytes: Sequence[float], in_flight: Sequence[int]) -> list[int]:
     """Cut consecutive pieces into one run a stage, exactly: the longest stage is the shortest possible.
 
     Dynamic programming over (pieces, stages); of equally fast cuts the one whose stages are the more even.
 
     Args:
-        seconds: of each piece on a device of speed 1, in any unit.
+        work: of each piece: the time that it takes on a device of speed 1, in any unit.
         held_bytes: what a piece takes of its stage's memory at all times.
         kept_bytes: what it keeps besides for each micro-batch in flight.
         speeds, memory_bytes: of each stage's device.
@@ -33,29 +33,29 @@ def balance(seconds: Sequence[float], held_bytes: Sequence[float], kept_bytes: S
     >>> balance([1, 1, 1, 3], [1] * 4, [0] * 4, speeds=[1, 1], memory_bytes=[2, 4], in_flight=[2, 1])
     [0, 2]
     """
-    num_pieces, num_stages = len(seconds), len(speeds)
+    num_pieces, num_stages = len(work), len(speeds)
     if num_pieces < num_stages:
         raise PlanError(f"the model has {num_pieces} pieces and {num_stages} stages were asked for",
                         hint=f"at most {num_pieces} stages")
-    time_to = [0.0, *accumulate(seconds)]
+    work_to = [0.0, *accumulate(work)]
     bytes_to, kept_to = [0.0, *accumulate(held_bytes)], [0.0, *accumulate(kept_bytes)]
 
-    def stage_s(stage: int, first: int, end: int) -> float:
+    def stage_time(stage: int, first: int, end: int) -> float:
         """Time of a stage with these pieces; infinite if they don't fit."""
         if bytes_to[end] - bytes_to[first] + in_flight[stage] * (kept_to[end] - kept_to[first]) > memory_bytes[stage]:
             return float("inf")
-        return (time_to[end] - time_to[first]) / speeds[stage]
+        return (work_to[end] - work_to[first]) / speeds[stage]
 
     @cache
     def best(stage: int, first: int) -> tuple[float, float, int]:
         """(longest stage, sum of squares, end of this stage) for the stages from this one on."""
         if stage == num_stages - 1:
-            last = stage_s(stage, first, num_pieces)
-            return last, last * last, num_pieces
+            last_time = stage_time(stage, first, num_pieces)
+            return last_time, last_time * last_time, num_pieces
         choices = []
         for end in range(first + 1, num_pieces - (num_stages - stage - 1) + 1):
-            first_s, (longest, squares, _) = stage_s(stage, first, end), best(stage + 1, end)
-            choices.append((max(first_s, longest), first_s * first_s + squares, end))
+            first_time, (longest, squares, _) = stage_time(stage, first, end), best(stage + 1, end)
+            choices.append((max(first_time, longest), first_time * first_time + squares, end))
         return min(choices)
 
     if best(0, 0)[0] == float("inf"):

@@ -103,8 +103,8 @@ def _forward_backward(name: ScheduleName, rank: int, num_ranks: int, num_microba
                 for first in range(0, num_microbatches, num_ranks) for turn in turns
                 for microbatch in range(first, min(first + num_ranks, num_microbatches))]
 
-    forwards = [Action("F", *at) for at in rounds(range(virtual))]
-    backwards = [Action("B", *at) for at in rounds(range(virtual)[::-1])]
+    forwards = [Action("F", *stage_and_microbatch) for stage_and_microbatch in rounds(range(virtual))]
+    backwards = [Action("B", *stage_and_microbatch) for stage_and_microbatch in rounds(range(virtual)[::-1])]
     if name == "gpipe":
         ahead = len(forwards)
     elif virtual == 1:
@@ -162,10 +162,10 @@ _NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {"F": [("F", -1)], "I"
 
 def in_flight(order: list[Action]) -> int:
     """The most forwards whose activations a rank holds at one time."""
-    ahead = most = 0
+    current = most = 0
     for action in order:
-        ahead += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, ahead)
+        current += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        most = max(most, current)
     return most
 
 

@@ -64,7 +64,7 @@ class _Course:
 @lru_cache(maxsize=512)
 def _course(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: int) -> _Course:
     orders, num_stages = orders_of(name, num_ranks, num_microbatches, virtual), num_ranks * virtual
-    at = [0] * num_ranks
+    num_done = [0] * num_ranks
     position: dict[tuple[ActionKind, int, int], int] = {}
     keys: dict[Key, int] = {}
     steps: list[tuple[int, int, int]] = []
@@ -72,8 +72,8 @@ def _course(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: 
     while moved:
         moved = False
         for rank, order in enumerate(orders):
-            while at[rank] < len(order):
-                action = order[at[rank]]
+            while num_done[rank] < len(order):
+                action = order[num_done[rank]]
                 kind, stage, microbatch = action.kind, action.stage, action.microbatch
                 source = stage - 1 if kind == "F" else num_stages if kind == "W" else stage + 1
                 needed = -1
@@ -84,7 +84,7 @@ def _course(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: 
                 key = (stage, kind, which(microbatch, num_microbatches))
                 position[kind, stage, microbatch] = len(steps)
                 steps.append((rank, keys.setdefault(key, len(keys)), needed))
-                at[rank] += 1
+                num_done[rank] += 1
                 moved = True
     return _Course(tuple(keys), tuple(steps), num_ranks)
 
@@ -97,14 +97,14 @@ def which(microbatch: int, num_microbatches: int) -> str:
 def _played(course: _Course, action_seconds: Mapping[Key, ActionSeconds]) -> list[float]:
     figures: Sequence[ActionSeconds] = [action_seconds[key] for key in course.keys]
     self_s = [figure.self_s for figure in figures]
-    sent = [figure.sent_s for figure in figures]
-    waited = [figure.sent_s if figure.waits else 0.0 for figure in figures]
-    free, arrived = [0.0] * course.num_ranks, [0.0] * len(course.steps)
+    sent_s = [figure.sent_s for figure in figures]
+    waited_s = [figure.sent_s if figure.waits else 0.0 for figure in figures]
+    free_s, arrived_s = [0.0] * course.num_ranks, [0.0] * len(course.steps)
     for position, (rank, key, needed) in enumerate(course.steps):
-        start = free[rank]
-        if needed >= 0 and arrived[needed] > start:
-            start = arrived[needed]
-        end = start + self_s[key]
-        free[rank] = end + waited[key]
-        arrived[position] = end + sent[key]
-    return free
+        start_s = free_s[rank]
+        if needed >= 0 and arrived_s[needed] > start_s:
+            start_s = arrived_s[needed]
+        end_s = start_s + self_s[key]
+        free_s[rank] = end_s + waited_s[key]
+        arrived_s[position] = end_s + sent_s[key]
+    return free_s

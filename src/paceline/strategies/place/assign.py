@@ -11,7 +11,7 @@ from paceline.strategies.place.file import Placement
 from paceline.strategies.place.ledger import PieceMemory, by_device, table
 
 
-def place_automatically(capture: Capture, seconds: Mapping[str, float], needs: Mapping[str, PieceMemory],
+def place_automatically(capture: Capture, work: Mapping[str, float], needs: Mapping[str, PieceMemory],
                         memory_bytes: Sequence[float], names: Sequence[str]) -> dict[str, int]:
     """A part for every piece, by key: what can run at the same time on different parts, and memory shared out.
 
@@ -20,7 +20,7 @@ def place_automatically(capture: Capture, seconds: Mapping[str, float], needs: M
     its memory, or an equal one where that is not known, and at least one piece.
 
     Args:
-        seconds: of each piece's forward, by key, in any unit.
+        work: of each piece's forward, by key, in any unit of time.
         memory_bytes: of each part's device.
 
     Raises:
@@ -56,7 +56,7 @@ def place_automatically(capture: Capture, seconds: Mapping[str, float], needs: M
         if not piece.parameters and sources:
             part = part_of[sources[-1]]
         start = max([free[part], *(ended[key] for key in sources)])
-        ended[piece.key] = free[part] = start + seconds[piece.key]
+        ended[piece.key] = free[part] = start + work[piece.key]
         held_bytes[part] += need
         part_of[piece.key] = part
         num_left -= bool(piece.parameters)
@@ -125,6 +125,7 @@ def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int]
 def in_turn(parts: Sequence[int], *, num_parts: int, num_microbatches: int) -> list[list[Action]]:
     """Each part's actions: all its stages forward, then all backward, micro-batch by micro-batch."""
     return [[action for microbatch in range(num_microbatches) for action in (
-        *(Action("F", stage, microbatch) for stage, at in enumerate(parts) if at == part),
-        *(Action("B", stage, microbatch) for stage, at in reversed(list(enumerate(parts))) if at == part))]
+        *(Action("F", stage, microbatch) for stage, stage_part in enumerate(parts) if stage_part == part),
+        *(Action("B", stage, microbatch) for stage, stage_part in reversed(list(enumerate(parts)))
+          if stage_part == part))]
         for part in range(num_parts)]

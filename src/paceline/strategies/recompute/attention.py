@@ -141,8 +141,8 @@ class Selective(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known = [step for tensor in given if (step := self._step_of(tensor)) is not None]
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = [step for tensor in tensors if (step := self._step_of(tensor)) is not None]
         if func is aten.native_dropout.default and known and result[1].numel():
             self._add(result[0], _drop, (args[0], result[1], 1 / (1 - args[1])), {}, known)
         elif func in _PRODUCTS and not any(step.after_softmax for step in known):
@@ -156,7 +156,7 @@ class Selective(TorchDispatchMode):
 
     def _add(self, output: torch.Tensor, func: Callable[..., Any], args: Any, kwargs: Any, known: list[AttentionStep],
              *, is_changing: bool = False) -> None:
-        given = args
+        original_args = args
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._argument, (tuple(args), kwargs))
         after = func in _SOFTMAX or any(step.after_softmax for step in known)
         storage, key = output.untyped_storage(), output.untyped_storage()._cdata
@@ -166,7 +166,7 @@ class Selective(TorchDispatchMode):
 
         step = AttentionStep(func, args, kwargs, after, is_changing)
         self._steps[key] = step, weakref.ref(storage, gone)
-        self.noted(step, func, given, output)
+        self.noted(step, func, original_args, output)
 
     def noted(self, step: AttentionStep, func: Callable[..., Any], args: Any, output: torch.Tensor) -> None:
         """A step that may have to be made again."""

@@ -32,15 +32,15 @@ def enter(step: Step) -> Hooks:
     def is_recomputed(segment: Segment) -> bool:
         return bool(segment.unit) or not step.profile.units  # a model without units is recomputed whole
 
-    def let_go(at: HookPoint) -> Iterable[Event]:
-        segment, samples = step.segment(at), step.samples(at)
+    def let_go(point: HookPoint) -> Iterable[Event]:
+        segment, samples = step.segment(point), step.samples(point)
         if is_recomputed(segment):
             yield free("activations", spared(segment, samples))
-            if at.microbatch == 0:
+            if point.microbatch == 0:
                 yield from holes_of_freed(step.device_kind, spared(segment, samples))
 
-    def again(at: HookPoint) -> Iterable[Event]:
-        segment, samples = step.segment(at), step.samples(at)
+    def again(point: HookPoint) -> Iterable[Event]:
+        segment, samples = step.segment(point), step.samples(point)
         if is_recomputed(segment):
             work, peak = done_again(segment)
             yield Allocate("activations", peak.at(samples))

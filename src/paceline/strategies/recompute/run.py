@@ -116,7 +116,7 @@ class _Inputs:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
         self.leaves = [SeenValue(leaf) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
-        self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
 
     def values(self) -> list[torch.Tensor]:
         """The tensors; those that may be written to, without gradient and at values that stay."""
@@ -125,9 +125,9 @@ class _Inputs:
 
     def next(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments themselves, and from the second time on the same once more, as they were."""
-        given, self.given = self.given, None
-        if given is not None:
-            return given
+        inputs, self.inputs = self.inputs, None
+        if inputs is not None:
+            return inputs
         leaves = [_as_given(leaf) if isinstance(leaf, SeenValue) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs

@@ -29,34 +29,34 @@ def enter(step: Step) -> Hooks:
     assert isinstance(sync, Servers)
     wire = 0.5 if step.plan.modifiers.compress == "bf16" else 1.0
     is_stale = sync.staleness != 0
-    sizes = {p.name: p.gradient_bytes * wire for p in step.profile.parameters if p.trainable}
-    whole = sum(sizes[p.name] * p.count for p in step.profile.parameters if p.trainable)
+    sent_bytes = {p.name: p.gradient_bytes * wire for p in step.profile.parameters if p.trainable}
+    all_bytes = sum(sent_bytes[p.name] * p.count for p in step.profile.parameters if p.trainable)
     beside = step.software.overlaps or is_stale
 
     def travel(kind: CollectiveName, num_bytes: float, name: str, stream: str) -> Event:
         return Collective(kind, num_bytes, sync.workers, name=name, stream=stream if beside else COMPUTE,
                           servers=sync.server, is_colocated=sync.colocate == "yes")
 
-    def start(at: HookPoint) -> Iterable[Event]:
+    def start(point: HookPoint) -> Iterable[Event]:
         """A second copy of the weights, into which the next ones come. On a CPU a rank holds its own server's part,
         too; elsewhere servers are on hosts."""
-        yield Allocate("communication", whole)
+        yield Allocate("communication", all_bytes)
         if step.device_kind == "cpu" and sync.colocate == "yes":
             for name, held_bytes in server_ledger(step.profile, step.plan).items():
                 yield Allocate(name, held_bytes)
 
-    def after_backward(at: HookPoint) -> Iterable[Event]:
-        num_bytes = sum(sizes.get(name, 0.0) for name in step.segment(at).gradients)
-        if step.is_last(at) and num_bytes:
+    def after_backward(point: HookPoint) -> Iterable[Event]:
+        num_bytes = sum(sent_bytes.get(name, 0.0) for name in step.segment(point).gradients)
+        if step.is_last(point) and num_bytes:
             yield travel("push", num_bytes, PUSHED, NETWORK)
             yield travel("pull", num_bytes, PULLED, WEIGHTS)
 
-    def finish(at: HookPoint) -> Iterable[Event]:
+    def finish(point: HookPoint) -> Iterable[Event]:
         """The server adds what all workers sent; its own passes over the weights are the update's."""
         if not is_stale:
             yield Compute(after=(PUSHED, PULLED))
-            yield travel("pull", whole / CHUNKS, PULLED, COMPUTE)
-        yield Compute(moved_bytes=SERVER_PASSES * sync.workers * whole / sync.server, part="optimizer")
+            yield travel("pull", all_bytes / CHUNKS, PULLED, COMPUTE)
+        yield Compute(moved_bytes=SERVER_PASSES * sync.workers * all_bytes / sync.server, part="optimizer")
 
     return {"start": start, "after_backward": after_backward, "finish": finish}
 

@@ -72,11 +72,11 @@ class Servers(Synchronisation):
 
 
 def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = [f"{key.name}={values[key.name]}" for key in OF_SERVERS if key.name in values]
-    if not given:
+    stated = [f"{key.name}={values[key.name]}" for key in OF_SERVERS if key.name in values]
+    if not stated:
         return values
     if missing := [name for name in ("server", "workers") if name not in values]:
-        raise PlanError(f"{' '.join(given)} is about servers, and the plan lacks {' and '.join(missing)}",
+        raise PlanError(f"{' '.join(stated)} is about servers, and the plan lacks {' and '.join(missing)}",
                         hint="server=S workers=W, each at least 1")
     if "local" in values:
         raise PlanError(f"local={values['local']} and server={values['server']} don't compose: replicas meet in outer "

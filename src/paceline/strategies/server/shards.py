@@ -207,12 +207,12 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
         start, used = starts[dtype], 0
         spans: list[ChunkSpan] = []
         for number, part in alike:
-            at = 0
-            while at < part.numel:
-                taken = min(part.numel - at, most - used)
-                spans.append(ChunkSpan(number, at, at + taken))
-                at, used = at + taken, used + taken
-                if used == most or (at == part.numel and used * item_bytes >= _CLOSED_BYTES):
+            offset = 0
+            while offset < part.numel:
+                taken = min(part.numel - offset, most - used)
+                spans.append(ChunkSpan(number, offset, offset + taken))
+                offset, used = offset + taken, used + taken
+                if used == most or (offset == part.numel and used * item_bytes >= _CLOSED_BYTES):
                     chunk = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans), optimizer)
                     chunks.append((number, chunk))
                     start, used, spans = start + used, 0, []

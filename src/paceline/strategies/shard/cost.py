@@ -87,7 +87,7 @@ class _Sharding:
         self.forwards = [number for number in range(len(self.units)) if self._is_gathered(number)]
         self.backwards = [number for number in reversed(range(len(self.units))) if self.units[number]]
 
-    def start(self, at: HookPoint) -> Iterable[Event]:
+    def start(self, point: HookPoint) -> Iterable[Event]:
         if self.on_cpu:
             yield Allocate("runtime", CPU_RUNTIME_BYTES)
             yield Allocate("communication", self._buffer_bytes())
@@ -96,92 +96,93 @@ class _Sharding:
         if self.kept_whole:
             yield Allocate("parameters", self._kept_bytes() - self.step.total(self.step.footprint.parameters))
 
-    def begin(self, at: HookPoint) -> Iterable[Event]:
-        return self._gather(ROOT) if self._is_gathered_here(at, backward=False) else ()
+    def begin(self, point: HookPoint) -> Iterable[Event]:
+        return self._gather(ROOT) if self._is_gathered_here(point, backward=False) else ()
 
-    def before_forward(self, at: HookPoint) -> Iterable[Event]:
-        unit = self.step.segment(at).unit
+    def before_forward(self, point: HookPoint) -> Iterable[Event]:
+        unit = self.step.segment(point).unit
         if unit:
             yield from self._roll_call()
-        if unit and self._is_gathered_here(at, backward=False) and self._is_gathered(at.segment):
+        if unit and self._is_gathered_here(point, backward=False) and self._is_gathered(point.segment):
             if self.is_ahead:
-                yield from self._ahead(self.forwards, at, is_first=at.is_first, is_last=at.is_last)
+                yield from self._ahead(self.forwards, point, is_first=point.is_first, is_last=point.is_last)
             else:
                 yield from self._gather(unit)
 
-    def after_forward(self, at: HookPoint) -> Iterable[Event]:
-        unit = self.step.segment(at).unit
+    def after_forward(self, point: HookPoint) -> Iterable[Event]:
+        unit = self.step.segment(point).unit
         if unit and self.zero == 3:
             yield self._release(unit)
 
-    def turn(self, at: HookPoint) -> Iterable[Event]:
+    def turn(self, point: HookPoint) -> Iterable[Event]:
         yield from self._roll_call()
         if self.zero == 3:
             yield self._release(ROOT)
             yield from self._gather(ROOT)
 
-    def before_backward(self, at: HookPoint) -> Iterable[Event]:
-        unit = self.step.segment(at).unit
-        if not unit or not self._is_gathered_here(at, backward=True):
+    def before_backward(self, point: HookPoint) -> Iterable[Event]:
+        unit = self.step.segment(point).unit
+        if not unit or not self._is_gathered_here(point, backward=True):
             return ()
         if self.is_ahead:
-            return self._ahead(self.backwards, at, is_first=at.is_last, is_last=at.is_first)
+            return self._ahead(self.backwards, point, is_first=point.is_last, is_last=point.is_first)
         return self._gather(unit)
 
-    def after_backward(self, at: HookPoint) -> Iterable[Event]:
-        unit = self.step.segment(at).unit
+    def after_backward(self, point: HookPoint) -> Iterable[Event]:
+        unit = self.step.segment(point).unit
         if not unit:
             return
-        if self.first_segment[unit] == at.segment:  # backward is through with the unit
-            yield from self._reduce(unit, at)
-            if self.zero < 3 and self.step.is_last(at):
+        if self.first_segment[unit] == point.segment:  # backward is through with the unit
+            yield from self._reduce(unit, point)
+            if self.zero < 3 and self.step.is_last(point):
                 yield self._release(unit)
         if self.zero == 3:
             yield self._release(unit)
 
-    def done(self, at: HookPoint) -> Iterable[Event]:
-        yield from self._reduce(ROOT, at)
-        if self.zero == 3 or self.step.is_last(at):
+    def done(self, point: HookPoint) -> Iterable[Event]:
+        yield from self._reduce(ROOT, point)
+        if self.zero == 3 or self.step.is_last(point):
             yield self._release(ROOT)
 
-    def finish(self, at: HookPoint) -> Iterable[Event]:
+    def finish(self, point: HookPoint) -> Iterable[Event]:
         parameters = self.step.profile.parameters
         if sparse_bytes := sum(p.gradient_bytes * p.count for p in parameters if p.is_sparse):
             yield Collective("all_reduce", sparse_bytes, self.ranks, stream=COMPUTE, stride=self.stride)
         if self.reduces_at_the_end:
-            whole = self.step.profile.reduced_part * sum(p.gradient_bytes * p.count for p in parameters
-                                                         if not p.is_sparse)
-            yield Collective("reduce_scatter", whole, self.ranks, name=REDUCED, stream=COMPUTE, stride=self.stride)
+            whole_bytes = self.step.profile.reduced_part * sum(p.gradient_bytes * p.count for p in parameters
+                                                               if not p.is_sparse)
+            yield Collective("reduce_scatter", whole_bytes, self.ranks, name=REDUCED, stream=COMPUTE,
+                             stride=self.stride)
             yield free("gradients", sum((p.gradient_bytes - self.step.footprint.gradients[p.name]) * p.count
                                         for p in parameters))
         if not self.on_cpu:
             yield Compute(after=(REDUCED,))
 
-    def update(self, at: HookPoint) -> Iterable[Event]:
+    def update(self, point: HookPoint) -> Iterable[Event]:
         if self.kept_whole:
             yield Collective("all_gather", self._kept_bytes(), self.ranks, name="gather", stream=COMPUTE,
                              stride=self.stride)
 
     def _issue(self, unit: str) -> Iterable[Event]:
-        whole, local = self._gathered_bytes(unit)
-        yield Allocate("communication", 0 if self.on_cpu else whole + local)
-        yield Collective("all_gather", whole, self.ranks, name=f"gather {unit}", stream=self.stream,
+        whole_bytes, local_bytes = self._gathered_bytes(unit)
+        yield Allocate("communication", 0 if self.on_cpu else whole_bytes + local_bytes)
+        yield Collective("all_gather", whole_bytes, self.ranks, name=f"gather {unit}", stream=self.stream,
                          stride=self.stride)
 
     def _take(self, unit: str) -> Iterable[Event]:
-        whole, local = self._gathered_bytes(unit)
-        yield Allocate("parameters", whole)
-        parts = (self._part_gathered(p) * p.num_bytes for p in _sharded(self.step, unit))
-        yield Compute(moved_bytes=2 * (whole + local), fixed_s=self.hook_s, after=(f"gather {unit}",),
-                      new_blocks=tuple(parts) if self.on_cpu else ())
-        yield free("communication", 0 if self.on_cpu else whole + local)
+        whole_bytes, local_bytes = self._gathered_bytes(unit)
+        yield Allocate("parameters", whole_bytes)
+        parameter_bytes = (self._part_gathered(p) * p.num_bytes for p in _sharded(self.step, unit))
+        yield Compute(moved_bytes=2 * (whole_bytes + local_bytes), fixed_s=self.hook_s, after=(f"gather {unit}",),
+                      new_blocks=tuple(parameter_bytes) if self.on_cpu else ())
+        yield free("communication", 0 if self.on_cpu else whole_bytes + local_bytes)
 
     def _buffer_bytes(self) -> float:
         """Of the buffers that a CPU rank uses again and again, for a gathering and for a reduction; see `exchange.py`.
         """
         units = {ROOT, *self.units}
-        gathered = max(self._gathered_bytes(unit)[0] for unit in units)
-        return gathered + max(self._sent_bytes(unit) for unit in units)
+        gathered_bytes = max(self._gathered_bytes(unit)[0] for unit in units)
+        return gathered_bytes + max(self._sent_bytes(unit) for unit in units)
 
     def _sent_bytes(self, unit: str) -> float:
         """Of a unit's gradients, as they are reduced."""
@@ -196,43 +197,43 @@ class _Sharding:
     def _release(self, unit: str) -> Event:
         return free("parameters", 0 if self.kept_whole else self._gathered_bytes(unit)[0])
 
-    def _reduce(self, unit: str, at: HookPoint) -> Iterable[Event]:
+    def _reduce(self, unit: str, point: HookPoint) -> Iterable[Event]:
         """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
         if self.reduces_at_the_end:
             return
         trainable = [p for p in _sharded(self.step, unit) if p.trainable]
-        whole = sum(p.gradient_bytes for p in trainable)
-        local = sum(self.step.footprint.gradients[p.name] for p in trainable)
-        if not whole or not (self.zero > 1 or self.step.is_last(at)):
+        whole_bytes = sum(p.gradient_bytes for p in trainable)
+        local_bytes = sum(self.step.footprint.gradients[p.name] for p in trainable)
+        if not whole_bytes or not (self.zero > 1 or self.step.is_last(point)):
             return
-        sent = self._sent_bytes(unit)
-        taken = local if self.on_cpu else sent + local
-        yield Allocate("communication", taken)
-        yield Compute(moved_bytes=2 * sent, fixed_s=self.hook_s, new_blocks=(local,) if self.on_cpu else ())
+        sent_bytes = self._sent_bytes(unit)
+        buffer_bytes = local_bytes if self.on_cpu else sent_bytes + local_bytes
+        yield Allocate("communication", buffer_bytes)
+        yield Compute(moved_bytes=2 * sent_bytes, fixed_s=self.hook_s, new_blocks=(local_bytes,) if self.on_cpu else ())
         name = f"reduce {unit}" if self.on_cpu else REDUCED
-        yield Collective(reduce_scatter_on(self.step.device_kind), sent, self.ranks, name=name, stream=self.stream,
-                         stride=self.stride)
-        yield Compute(moved_bytes=3 * local, after=(name,) if self.on_cpu else ())
-        yield free("communication", taken)
-        if at.microbatch == 0 or self.zero == 1:  # the first reduction of the window
-            yield free("gradients", whole - local)
+        yield Collective(reduce_scatter_on(self.step.device_kind), sent_bytes, self.ranks, name=name,
+                         stream=self.stream, stride=self.stride)
+        yield Compute(moved_bytes=3 * local_bytes, after=(name,) if self.on_cpu else ())
+        yield free("communication", buffer_bytes)
+        if point.microbatch == 0 or self.zero == 1:  # the first reduction of the window
+            yield free("gradients", whole_bytes - local_bytes)
 
     def _roll_call(self) -> Iterable[Event]:
         """The ranks compare which unit comes next; on GPUs in the first forwards only."""
         if self.step.software.roll_call and self.on_cpu:
             yield Collective("all_reduce", ROLL_BYTES, self.ranks, name="roll", stream=COMPUTE, stride=self.stride)
 
-    def _is_gathered_here(self, at: HookPoint, *, backward: bool) -> bool:
-        return not self.kept_whole and (self.zero == 3 or (at.microbatch == 0 and not backward))
+    def _is_gathered_here(self, point: HookPoint, *, backward: bool) -> bool:
+        return not self.kept_whole and (self.zero == 3 or (point.microbatch == 0 and not backward))
 
     def _is_gathered(self, segment: int) -> bool:
         """Whether a segment's forward is one that a gathering is for."""
         unit = self.units[segment]
         return bool(unit) and (self.zero == 3 or self.first_segment[unit] == segment)
 
-    def _ahead(self, segments: Sequence[int], at: HookPoint, *, is_first: bool, is_last: bool) -> Iterable[Event]:
+    def _ahead(self, segments: Sequence[int], point: HookPoint, *, is_first: bool, is_last: bool) -> Iterable[Event]:
         """Take the unit that was asked for, and ask for the next one. segments: in the order of the pass."""
-        unit, place = self.units[at.segment], segments.index(at.segment)
+        unit, place = self.units[point.segment], segments.index(point.segment)
         if place == 0 and is_first:
             yield from self._issue(unit)
         yield from self._take(unit)

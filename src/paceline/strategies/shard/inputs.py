@@ -41,20 +41,20 @@ class WritableInputs:
     def __init__(self, unit: nn.Module, path: str) -> None:
         self.path = path
         self.writes: bool | None = None
-        self.forward, self.given = unit.forward, list[Any]()
+        self.forward, self.input_leaves = unit.forward, list[Any]()
         unit.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)  # before FSDP2's
         unit.forward = self._run
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.writes is not False and torch.is_grad_enabled():
-            self.given = pytree.tree_leaves((args, kwargs))
+            self.input_leaves = pytree.tree_leaves((args, kwargs))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.given:
+        if not self.input_leaves:
             return self.forward(*args, **kwargs)
-        given, self.given = self.given, []
+        input_leaves, self.input_leaves = self.input_leaves, []
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        copies = {number: lazy_copy(leaf) for number, leaf in enumerate(leaves) if leaf is not given[number]}
+        copies = {number: lazy_copy(leaf) for number, leaf in enumerate(leaves) if leaf is not input_leaves[number]}
         args, kwargs = pytree.tree_unflatten([copies.get(number, leaf) for number, leaf in enumerate(leaves)],
                                              structure)
         versions = {number: copy._version for number, copy in copies.items()}
@@ -64,6 +64,6 @@ class WritableInputs:
                               "shard=N it is given a copy of that", hint="return what is added, or use a data=N plan")
         edited = [number for number, copy in copies.items() if copy._version != versions[number]]
         for number in edited:
-            given[number].copy_(copies[number])
+            input_leaves[number].copy_(copies[number])
         self.writes = bool(edited)
         return output

@@ -79,7 +79,7 @@ class OrderCheck:
     def _refuse(self, unit: int) -> None:
         everyone = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         dist.all_gather(everyone, torch.tensor([unit]), group=self.group)
-        places = [f"rank {rank} {self._named(int(at))}" for rank, at in zip(self.ranks, everyone, strict=True)]
+        places = [f"rank {rank} {self._named(int(called))}" for rank, called in zip(self.ranks, everyone, strict=True)]
         raise TrainingError(f"ranks that share parameters call different blocks of the model: {', '.join(places)}",
                             hint=_WAY_OUT)
 

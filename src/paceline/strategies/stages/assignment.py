@@ -55,11 +55,11 @@ def assigned(model: nn.Module, capture: Capture, plan: Plan, *, samples: int, st
     needs = piece_needs(model, capture, samples=samples, state_factor=state_factor)
     places = weakest(plan, devices)
     holders = plan.axes.tensor * plan.axes.shard  # ranks that have a stage's weights together
-    memory = [float("inf") if device is None
-              else allocator_of(plan, device).room(device.memory_bytes) * holders for device in places]
+    memory_bytes = [float("inf") if device is None
+                    else allocator_of(plan, device).room(device.memory_bytes) * holders for device in places]
     flops_per_byte = places[0].flops_per_byte(precision) if places[0] is not None else CPU_FLOPS_PER_BYTE
     if plan.axes.parts > 1:
-        part_of = _part_of(model, capture, plan, needs, memory, flops_per_byte)
+        part_of = _part_of(model, capture, plan, needs, memory_bytes, flops_per_byte)
         stage_of, ranks = stages(capture, part_of)
         _check_edits(capture, stage_of)
         return Assignment(stage_of, ranks, in_turn(ranks, num_parts=plan.axes.parts,
@@ -68,7 +68,7 @@ def assigned(model: nn.Module, capture: Capture, plan: Plan, *, samples: int, st
     orders = schedule(plan.schedule.schedule, num_ranks=num_ranks, num_microbatches=plan.num_microbatches,
                       virtual=virtual)
     stage_of = assign(capture, needs, flops_per_byte=flops_per_byte, speeds=_speeds(places) * virtual,
-                      memory_bytes=[num_bytes / virtual for num_bytes in memory] * virtual,
+                      memory_bytes=[num_bytes / virtual for num_bytes in memory_bytes] * virtual,
                       in_flight=[-(-in_flight(list(order)) // virtual) for order in orders] * virtual)
     return Assignment(stage_of, [stage % num_ranks for stage in range(num_ranks * virtual)], orders)
 
@@ -95,16 +95,17 @@ def _speeds(places: Sequence[Device | None]) -> list[float]:
 
 
 def _part_of(model: nn.Module, capture: Capture, plan: Plan, needs: Mapping[str, PieceMemory],
-             memory: Sequence[float], flops_per_byte: float) -> dict[str, int]:
+             memory_bytes: Sequence[float], flops_per_byte: float) -> dict[str, int]:
     names = [f"part {part}" for part in range(plan.axes.parts)]
     if plan.schedule.place == "auto":
         flops = {piece.key: forward_flops(piece, flops_per_byte=flops_per_byte) for piece in capture.pieces}
-        return place_automatically(capture, flops, needs, memory, names)
+        return place_automatically(capture, flops, needs, memory_bytes, names)
     placement = read_placement(Path(plan.schedule.place))
     if placement.num_parts != plan.axes.parts:
         raise PlanError(f"{placement.path} has {placement.num_parts} parts and the plan {plan.axes.parts}",
                         hint=f"parts={placement.num_parts}")
-    return place_by_file(capture, placement, [name for name, _ in model.named_modules() if name], needs, memory, names)
+    known = [name for name, _ in model.named_modules() if name]
+    return place_by_file(capture, placement, known, needs, memory_bytes, names)
 
 
 def piece_needs(model: nn.Module, capture: Capture, *, samples: int, state_factor: float) -> dict[str, PieceMemory]:
@@ -116,9 +117,9 @@ def piece_needs(model: nn.Module, capture: Capture, *, samples: int, state_facto
     buffers = dict(model.named_buffers(remove_duplicate=False))
     needs = {}
     for piece in capture.pieces:
-        weights = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters))
-        trained = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters)
-                      if parameters[name].requires_grad)
-        kept = kept_bytes(piece, capture.values, parameters, buffers) / EXAMPLE_SAMPLES * samples
-        needs[piece.key] = PieceMemory(weights, trained, state_factor * trained, kept)
+        weight_bytes = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters))
+        trained_bytes = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters)
+                            if parameters[name].requires_grad)
+        activation_bytes = kept_bytes(piece, capture.values, parameters, buffers) / EXAMPLE_SAMPLES * samples
+        needs[piece.key] = PieceMemory(weight_bytes, trained_bytes, state_factor * trained_bytes, activation_bytes)
     return needs

@@ -131,7 +131,7 @@ def _of_output(function: Callable[[Any, Any], Any], target: Any, output: Any) ->
 
 
 def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: OpaqueModules,
-              running: Callable[[], AbstractContextManager[None]]) -> tuple[Capture, Findings]:
+                     running: Callable[[], AbstractContextManager[None]]) -> tuple[Capture, Findings]:
     """A capture that computes what the model computes; what a graph would lose is taken whole.
 
     Raises:

@@ -227,14 +227,14 @@ class Engine:
                   rank: int) -> Iterator[tuple[PeerMessage, Value]]:
         """What a rank with this order sends to another."""
         for action in order:
-            at = staged[action.microbatch]
-            stage = at.stages[action.stage]
+            stages_of = staged[action.microbatch]
+            stage = stages_of.stages[action.stage]
             if action.kind == "F":
                 yield from ((PeerMessage(value.name, action.microbatch), value) for value in stage.outputs
-                            if to in self._takers(at, value.name))
+                            if to in self._takers(stages_of, value.name))
             elif action.kind in ("B", "I"):
                 yield from ((PeerMessage(value.name, action.microbatch, stage.number), value) for value in stage.inputs
-                            if value.differentiable and at.stages[at.producer[value.name]].rank == to)
+                            if value.differentiable and stages_of.stages[stages_of.producer[value.name]].rank == to)
 
     def _takers(self, staged: Staged, name: str) -> list[int]:
         """Ranks that need a value of another rank."""
@@ -307,10 +307,10 @@ class Engine:
         self._ready_s = time.perf_counter()
         if action.kind == "I":
             inputs = [tensor for tensor in flight.inputs.values() if tensor.requires_grad]
-            at = (id(staged), action.stage)
-            if at not in self._separable:
-                self._separable[at] = uses_weights_once(roots, inputs)
-            if self._separable[at]:
+            stage_key = (id(staged), action.stage)
+            if stage_key not in self._separable:
+                self._separable[stage_key] = uses_weights_once(roots, inputs)
+            if self._separable[stage_key]:
                 flight.weights_left = backward_of_inputs(roots, gradients, inputs, self.weights(stage))
             else:
                 torch.autograd.backward(roots, gradients)
@@ -330,12 +330,12 @@ class Engine:
         for value in stage.outputs:
             if not value.differentiable:
                 continue
-            came = [g for g in (self._gradient(staged, value, number, consumer)
-                                for consumer in staged.consumers[value.name]) if g is not None]
+            arrived = [g for g in (self._gradient(staged, value, number, consumer)
+                                   for consumer in staged.consumers[value.name]) if g is not None]
             output = flight.outputs[value.name]
-            if came and output.requires_grad:
+            if arrived and output.requires_grad:
                 roots.append(output)
-                gradients.append(came[0] if len(came) == 1 else torch.stack(came).sum(0))
+                gradients.append(arrived[0] if len(arrived) == 1 else torch.stack(arrived).sum(0))
         if flight.loss is not None:
             roots.append(flight.loss)
             gradients.append(torch.ones_like(flight.loss))

@@ -76,9 +76,9 @@ def _less(figure: Affine, output: Affine, times: int) -> Affine:
 
 def _line(first: Segment, second: Segment) -> Segment:
     """Figures that grow with the samples, as accelerators take them: what waits for memory is one figure."""
-    def work(apart: Work) -> Work:
-        moved, functions = apart.moved_bytes, apart.function_bytes
-        return Work(apart.flops, operators=apart.operators, products=_cut_products(apart.products),
+    def work(separate: Work) -> Work:
+        moved, functions = separate.moved_bytes, separate.function_bytes
+        return Work(separate.flops, operators=separate.operators, products=_cut_products(separate.products),
                     function_bytes=Affine(moved.fixed + functions.fixed, moved.per_sample + functions.per_sample))
 
     line = Segment.through(first, second, samples=SAMPLES)
@@ -88,5 +88,6 @@ def _line(first: Segment, second: Segment) -> Segment:
 
 def _cut_products(products: Sequence[Product]) -> tuple[Product, ...]:
     """Heads are divided, nothing of recurrent layers, and of other products a side that samples don't make longer."""
-    return tuple(p if p.kind == "recurrent" else replace(p, cut="count" if p.kind in ("attention", "full attention")
-                         else "columns" if p.grows != "columns" else "inner") for p in products)
+    return tuple(p if p.kind == "recurrent" else replace(
+        p, cut="count" if p.kind in ("attention", "full attention") else "columns" if p.grows != "columns" else "inner")
+        for p in products)

@@ -127,12 +127,12 @@ class Stages:
             for name in dict.fromkeys(piece.parameters):
                 if ranks[stage_of[piece.key]] not in holders[name]:
                     holders[name].append(ranks[stage_of[piece.key]])
-        unused = [name for name, at in holders.items() if not at]
+        unused = [name for name, places in holders.items() if not places]
         for name in unused:
             holders[name] = [0]
         # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
-        self.owned = frozenset(name for name, at in holders.items() if at[0] == place)
-        self.owned_buffers = frozenset(name for name, at in buffer_owners.items() if at == place)
+        self.owned = frozenset(name for name, places in holders.items() if places[0] == place)
+        self.owned_buffers = frozenset(name for name, owner in buffer_owners.items() if owner == place)
         self.holders = holders
         self.changing_at = {name: buffer_owners[name] for name in _changed(example, changing) if name in buffer_owners}
         edited = next((piece for piece in example.pieces if piece.mutates), None)
@@ -146,7 +146,7 @@ class Stages:
         report = split.report(tensors)
         self.report = replace(report, lines=(*report.lines, *captured.notes))
         _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
-        here = split.apply({name: tensors[name] for name, at in holders.items() if place in at},
+        here = split.apply({name: tensors[name] for name, places in holders.items() if place in places},
                            None if self.is_sharded else device)
         # A weight that several pieces of a rank use belongs to none of them: the rank has it whole. Then all ranks
         # have, for parts of it could not be added up over stages.
@@ -160,9 +160,9 @@ class Stages:
         self.module: PieceModules = PieceModules(pieces, lone, template, split)
         self.engine = Engine(assignment.orders, self.links, self.module.run, self._weights)
         self.has_output, self.meets_in_forward = ranks[-1] == place, mesh.sizes["shard"] > 1
-        self.ties = [(name, at) for name, at in holders.items() if len(at) > 1]
+        self.ties = [(name, places) for name, places in holders.items() if len(places) > 1]
         self.groups = {members: _group(mesh, axis, members) for members in
-                       sorted({tuple(at) for _, at in self.ties})}
+                       sorted({tuple(places) for _, places in self.ties})}
         self.place, self.sparse = place, sparsely_trained(template)
         self.extents: dict[str, Extent] = {}
         if not captured.opaque.outputs and not example.has_constants:  # which the model's first runs may have changed
@@ -283,19 +283,20 @@ class Stages:
 
     def _place(self, piece: Piece, *, before: int) -> int:
         """Where along the axis a piece of an evaluation can run; where training runs it, if it does."""
-        at = {other.key: self.ranks[self.stage_of[other.key]] for other in self.example.pieces}
+        rank_of = {other.key: self.ranks[self.stage_of[other.key]] for other in self.example.pieces}
         places = set(self.ranks)
         if piece.parameters:
-            places = {at[other.key] for other in self.example.pieces if set(piece.parameters) <= set(other.parameters)}
+            places = {rank_of[other.key] for other in self.example.pieces
+                      if set(piece.parameters) <= set(other.parameters)}
             if not places and not self.is_sharded:  # its weights are in several modules
                 places = set(self.ranks).intersection(*(self.holders[name] for name in piece.parameters))
         places = places.intersection(*([self.changing_at[name]] for name in piece.buffers if name in self.changing_at))
         for path in piece.opaque:  # its attributes are where it was trained
-            places &= {at[other.key] for other in self.example.pieces if path in other.opaque} or places
+            places &= {rank_of[other.key] for other in self.example.pieces if path in other.opaque} or places
         if not places:
             raise PlanRefused(f"an evaluation runs '{piece.key}' otherwise than training does, and no rank has all "
                               "that it needs there", hint="data=N and shard=N plans run the model as it is")
-        return next((place for place in (at.get(piece.key, before), before) if place in places), min(places))
+        return next((place for place in (rank_of.get(piece.key, before), before) if place in places), min(places))
 
     def _bound(self, staged: Staged, batch: Batch) -> dict[str, torch.Tensor]:
         return staged.capture.bind(*batch.arguments())
@@ -325,10 +326,10 @@ def _refuse_spread(example: Capture, holders: Mapping[str, Sequence[int]], rank_
         if len(used_at) > 1:
             raise PlanRefused(f"the forward changes '{name}', which modules on {len(used_at)} ranks would use",
                               hint="data=N, shard=N and tensor=N plans keep it together")
-    for name, at in holders.items():
-        if len(at) > 1 and has_hooks(tensors[name]):
-            raise PlanRefused(f"'{name}' has a hook on its gradient, which is the sum of parts that {len(at)} ranks "
-                              "compute", hint="data=N and tensor=N plans keep it together")
+    for name, places in holders.items():
+        if len(places) > 1 and has_hooks(tensors[name]):
+            raise PlanRefused(f"'{name}' has a hook on its gradient, which is the sum of parts that {len(places)} "
+                              "ranks compute", hint="data=N and tensor=N plans keep it together")
 
 
 def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup | None:
@@ -338,7 +339,7 @@ def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup |
     if len(members) == 1:
         return group_of_rank
     for ranks in mesh.rows(axis):
-        group = dist.new_group([ranks[at] for at in members])
-        if mesh.rank in [ranks[at] for at in members]:
+        group = dist.new_group([ranks[member] for member in members])
+        if mesh.rank in [ranks[member] for member in members]:
             group_of_rank = group
     return group_of_rank

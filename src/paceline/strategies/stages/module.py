@@ -114,12 +114,12 @@ class PieceModules(nn.Module):
         if not piece.changes:
             return self._outputs(module, piece, buffers, inputs)
         # What a later forward changes must not be what an earlier one has kept for its backward.
-        given = [buffer.clone() if name in piece.changes else buffer
-                 for name, buffer in zip(piece.buffers, buffers, strict=True)]
+        buffer_inputs = [buffer.clone() if name in piece.changes else buffer
+                         for name, buffer in zip(piece.buffers, buffers, strict=True)]
         edited = [] if module is None or self.keeps_changes else [
             module.parameter_of(name) for name in piece.parameters if name in piece.changes]
         before = [parameter.detach().clone() for parameter in edited]
-        outputs = self._outputs(module, piece, given, inputs)
+        outputs = self._outputs(module, piece, buffer_inputs, inputs)
         count = len(piece.outputs)
         changed = [buffer for name, buffer in zip(piece.buffers, buffers, strict=True) if name in piece.changes]
         with torch.no_grad():

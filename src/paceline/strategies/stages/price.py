@@ -78,12 +78,12 @@ class SplitJob:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Of the whole model, also those of blocks that are left out of captures."""
-        of = {piece.key: piece for piece in self.example.pieces}
+        piece_of = {piece.key: piece for piece in self.example.pieces}
         after = {chain.unit(chain.kept - 1): chain for chain in self.chains}
         pieces: list[Piece] = []
         for piece in self.example.pieces:
             stand_ins = after[piece.key].stand_ins if piece.key in after else {}
-            pieces += [piece, *(_named_as(of[other], unit) for unit, other in stand_ins.items())]
+            pieces += [piece, *(_named_as(piece_of[other], unit) for unit, other in stand_ins.items())]
         return tuple(pieces)
 
     def _check_chains(self) -> None:
@@ -108,8 +108,8 @@ class SplitJob:
         assignment = assigned(self.model, self.example, plan, samples=microbatch_samples,
                               state_factor=self.state_factor, devices=devices, precision=self.job.precision)
         split = self._split(plan, microbatch_samples)
-        at, costs = self.priced(microbatch_samples, split)
-        staged = cut(at, lambda piece: assignment.stage_of.get(piece.key, 0), assignment.ranks)
+        capture, costs = self.priced(microbatch_samples, split)
+        staged = cut(capture, lambda piece: assignment.stage_of.get(piece.key, 0), assignment.ranks)
         return [self._rank(place, plan, assignment, staged, costs, self._sizes(split), microbatch_samples)
                 for place in range(len(assignment.orders))]
 
@@ -153,13 +153,13 @@ class SplitJob:
         """The whole model's profile with this rank's parameters and segments alone."""
         whole = self.whole
         parameters = tuple(replace(p, unit=unit_of.get(name, "")) for name, p in sizes.items())
-        trained, of = (sum(p.gradient_bytes for p in listed) for listed in (parameters, whole.parameters))
-        largest, of_all = (max((p.gradient_bytes for p in listed), default=0)
-                           for listed in (parameters, whole.parameters))
-        part = trained / of if of else 0.0
+        trained_bytes, all_bytes = (sum(p.gradient_bytes for p in listed) for listed in (parameters, whole.parameters))
+        largest_bytes, most_bytes = (max((p.gradient_bytes for p in listed), default=0)
+                                     for listed in (parameters, whole.parameters))
+        peak_bytes = round(whole.update_peak_bytes * largest_bytes / most_bytes) if most_bytes else 0
+        part = trained_bytes / all_bytes if all_bytes else 0.0
         return replace(whole, parameters=parameters, segments=segments, batch_bytes=Affine(),
-                       update=whole.update.times(part),
-                       update_peak_bytes=round(whole.update_peak_bytes * largest / of_all) if of_all else 0)
+                       update=whole.update.times(part), update_peak_bytes=peak_bytes)
 
     def _parameters_of(self, place: int, sizes: Mapping[str, Parameter],
                        assignment: Assignment) -> dict[str, Parameter]:
@@ -234,10 +234,10 @@ class SplitJob:
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with self.built.symbolic():
-            given = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-                     for value in (capture.values[name] for name in piece.inputs)]
+            inputs = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
+                      for value in (capture.values[name] for name in piece.inputs)]
         return program_of(piece, split, [*(parameters[name] for name in piece.parameters),
-                                         *(buffers[name] for name in piece.buffers), *given])
+                                         *(buffers[name] for name in piece.buffers), *inputs])
 
     def _batch(self, samples: int) -> tuple[Any, Any]:
         batch = collated(first_items(self.job.data, 1), self.job.collate)
@@ -252,12 +252,12 @@ class SplitJob:
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         weights = {name: nn.Parameter(split.empty_part(name, parameters[name]),
                                       requires_grad=parameters[name].requires_grad) for name in piece.parameters}
-        given = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-                 for value in (capture.values[name] for name in piece.inputs)]
+        inputs = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
+                  for value in (capture.values[name] for name in piece.inputs)]
         taken = [tensor.clone() if name in piece.mutates else tensor
-                 for name, tensor in zip(piece.inputs, given, strict=True)]
+                 for name, tensor in zip(piece.inputs, inputs, strict=True)]
         recorder = WorkRecorder()
-        recorder.ignore([*weights.values(), *buffers.values(), *given, *taken])
+        recorder.ignore([*weights.values(), *buffers.values(), *inputs, *taken])
         for name, parameter in weights.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
@@ -284,8 +284,8 @@ class SplitJob:
     def _guess(self, piece: Piece, capture: Capture) -> Segment:
         """Of a piece that can't be run on fake tensors: its results stand for what is inside it."""
         parameters = dict(self.model.named_parameters())
-        made = sum(capture.values[name].num_bytes for name in piece.outputs)
-        return Segment(piece.key, kept_bytes=Affine(INSIDE_OF_OPAQUE * made), output_bytes=Affine(made),
+        output_bytes = sum(capture.values[name].num_bytes for name in piece.outputs)
+        return Segment(piece.key, kept_bytes=Affine(INSIDE_OF_OPAQUE * output_bytes), output_bytes=Affine(output_bytes),
                        gradients=tuple(name for name in dict.fromkeys(piece.parameters)
                                        if parameters[name].requires_grad))
 
@@ -306,8 +306,8 @@ class SplitJob:
     def _step_bytes(self, samples: int) -> float:
         """That a step touches; see `profile.trace`."""
         whole = self.whole
-        state_bytes = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
-        return state_bytes + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)
+        model_bytes = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
+        return model_bytes + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)
 
 
 def _named_as(piece: Piece, unit: str) -> Piece:
@@ -334,7 +334,7 @@ def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:
     folded = []
     for segment in reversed(segments):
         folded.append(replace(segment, backward=segment.backward.times(1 / halves),
-                             gradients=tuple(name for name in segment.gradients if name not in seen)))
+                              gradients=tuple(name for name in segment.gradients if name not in seen)))
         seen.update(segment.gradients)
     return tuple(reversed(folded))
 

@@ -72,15 +72,15 @@ class RepeatedBlocks(OpaqueModules):
             raise _IsEmpty(path)
 
     def _recorded(self, path: str, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         fresh = [output for output in run.made or () if isinstance(output, BlockOutput) and output.source < 0]
         outputs = Outputs(pytree.tree_structure([0] * len(fresh)),
                           tuple(GrowingShape(output.shape, (0,) * len(output.shape), output.dtype) for output in fresh))
         call = ModuleCall(
-            path, module, spec, {i: leaf for i, leaf in enumerate(given) if not isinstance(leaf, torch.Tensor)},
+            path, module, spec, {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
             outputs, 0, torch.is_grad_enabled(), *self._names[path])
-        made = record(call, [leaf for leaf in given if isinstance(leaf, torch.Tensor)], outputs)
-        return returned(run, given, iter(made))
+        made = record(call, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], outputs)
+        return returned(run, leaves, iter(made))
 
 
 class _IsEmpty(RuntimeError):

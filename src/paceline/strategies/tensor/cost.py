@@ -47,9 +47,9 @@ def _parameter(parameter: Parameter, ranks: int) -> Parameter:
 
 
 def _update(profile: Profile, ranks: int) -> Work:
-    whole = sum(p.num_bytes * p.count for p in profile.parameters)
-    cut = sum(p.num_bytes * p.count for p in profile.parameters if p.is_cut)
-    part = (whole - cut + cut / ranks) / whole if whole else 1.0
+    whole_bytes = sum(p.num_bytes * p.count for p in profile.parameters)
+    cut_bytes = sum(p.num_bytes * p.count for p in profile.parameters if p.is_cut)
+    part = (whole_bytes - cut_bytes + cut_bytes / ranks) / whole_bytes if whole_bytes else 1.0
     return replace(profile.update, moved_bytes=profile.update.moved_bytes.times(part),
                    function_bytes=profile.update.function_bytes.times(part))
 
@@ -66,11 +66,11 @@ def _segment(segment: Segment, ranks: int, cut_from_bytes: float, kept_whole: fl
         return Affine((whole.fixed - part.fixed) * rest + part.fixed / ranks,
                       (whole.per_sample - part.per_sample) * rest + part.per_sample / ranks)
 
-    def work(of: Work, part: Affine) -> Work:
-        products = tuple(_product(p, ranks) for p in of.products)
-        less = sum(p.flops for p in of.products) - sum(p.flops for p in products)
-        return replace(of, flops=Affine(of.flops.fixed, of.flops.per_sample - less), products=products,
-                       function_bytes=divided(of.function_bytes, part))
+    def work(before: Work, part: Affine) -> Work:
+        products = tuple(_product(p, ranks) for p in before.products)
+        less = sum(p.flops for p in before.products) - sum(p.flops for p in products)
+        return replace(before, flops=Affine(before.flops.fixed, before.flops.per_sample - less), products=products,
+                       function_bytes=divided(before.function_bytes, part))
 
     kept = divided(segment.kept_bytes, cut.kept_bytes, rest_kept)
     core = segment.core and Core(work(segment.core.forward, segment.core.forward.function_bytes),
@@ -110,16 +110,16 @@ def enter(step: Step) -> Hooks:
         elif times := cut.forward_exchanges if ahead else cut.backward_exchanges:
             yield sent("all_reduce", cut.exchanged_bytes.at(samples), times)
 
-    def after_forward(at: HookPoint) -> Iterable[Event]:
-        if (cut := step.segment(at).tensor) is not None:
-            yield from exchanges(cut, step.samples(at), ahead=True)
+    def after_forward(point: HookPoint) -> Iterable[Event]:
+        if (cut := step.segment(point).tensor) is not None:
+            yield from exchanges(cut, step.samples(point), ahead=True)
 
-    def after_backward(at: HookPoint) -> Iterable[Event]:
+    def after_backward(point: HookPoint) -> Iterable[Event]:
         """What is recomputed is exchanged again."""
-        segment = step.segment(at)
+        segment = step.segment(point)
         if (cut := segment.tensor) is not None:
-            yield from exchanges(cut, step.samples(at), ahead=False)
+            yield from exchanges(cut, step.samples(point), ahead=False)
             if step.plan.modifiers.recompute == "full" and segment.unit:
-                yield from exchanges(cut, step.samples(at), ahead=True)
+                yield from exchanges(cut, step.samples(point), ahead=True)
 
     return {"after_forward": after_forward, "after_backward": after_backward}

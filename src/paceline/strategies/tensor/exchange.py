@@ -64,12 +64,12 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        given = [gradient for gradient in gradients if gradient is not None]
-        if not given:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
             return None, *gradients
-        flat = torch.cat([gradient.reshape(-1) for gradient in given])
+        flat = torch.cat([gradient.reshape(-1) for gradient in present])
         ctx.exchanges.all_reduce(flat)
-        parts = iter(flat.split([gradient.numel() for gradient in given]))
+        parts = iter(flat.split([gradient.numel() for gradient in present]))
         return None, *(None if gradient is None else next(parts).view(gradient.shape) for gradient in gradients)
 
 
@@ -188,8 +188,8 @@ class Exchanges:
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         _scatter(part, whole, group=self.group)
 
-    def all_to_all(self, taken: torch.Tensor, given: torch.Tensor) -> None:
-        dist.all_to_all_single(taken, given, group=self.group)
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        dist.all_to_all_single(received, sent, group=self.group)
 
     # --- Of tensors without autograd ------------------------------------------------------------------------------
 

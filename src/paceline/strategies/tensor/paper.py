@@ -49,9 +49,9 @@ class Counted(Exchanges):
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         self.sent.append(Exchange("reduce_scatter", _num_bytes(whole)))
 
-    def all_to_all(self, taken: torch.Tensor, given: torch.Tensor) -> None:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """A rank sends as much as if this were the whole of what is gathered."""
-        self.sent.append(Exchange("all_gather", _num_bytes(given)))
+        self.sent.append(Exchange("all_gather", _num_bytes(sent)))
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -64,13 +64,13 @@ def split_on_paper(capture: Capture, tensors: Mapping[str, torch.Tensor], buffer
     return derive(capture, tensors, buffers, inputs, PaperMesh(ranks), tried=_recorded, **options)
 
 
-def _recorded(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.Tensor], given: list[torch.Tensor],
+def _recorded(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.Tensor], inputs: list[torch.Tensor],
               trained: list[bool]) -> tuple[list[torch.Tensor], str | None]:
     """See `Tried`: a piece that can be recorded can be split."""
     with torch.no_grad():
-        outputs = list(run.piece.run(*weights, *buffers, *given))
+        outputs = list(run.piece.run(*weights, *buffers, *inputs))
     leaves = [t.detach().requires_grad_(t.is_floating_point() and wanted)
-              for t, wanted in zip((*weights, *given), (*[True] * len(weights), *trained), strict=True)]
+              for t, wanted in zip((*weights, *inputs), (*[True] * len(weights), *trained), strict=True)]
     reason = None
     try:
         with torch.enable_grad():

@@ -97,11 +97,11 @@ class SplitPiece:
     def recorded(self, tensors: Sequence[torch.Tensor]) -> Program:
         """What this rank runs for such tensors, of which only shapes and types are looked at."""
         self.recorder = ProgramRecorder(self.exchanges)
-        given = iter(tensors)
+        remaining = iter(tensors)
         values: dict[Any, Any] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                values[node] = self._input(node, next(given))
+                values[node] = self._input(node, next(remaining))
             elif node.op == "get_attr":
                 attribute = getattr(self.piece.run, str(node.target))
                 values[node] = self.recorder.constant(attribute) if isinstance(attribute, torch.Tensor) else attribute
@@ -124,8 +124,9 @@ class SplitPiece:
             shape = [length // self.mesh.size() if dim == cut.dim else length
                      for dim, length in enumerate(tensor.shape)]
             return self.recorder.input(self.recorder.empty(shape, tensor), cut, trained=trained)
-        given = self._between_pieces(self.inputs.get(node))
-        value = self.recorder.input(self.recorder.fake_of(tensor), given, trained=trained, is_weight=name is not None)
+        placement = self._between_pieces(self.inputs.get(node))
+        value = self.recorder.input(self.recorder.fake_of(tensor), placement, trained=trained,
+                                    is_weight=name is not None)
         # Constants of the sequence, such as rotations, are for values that are cut along their heads.
         return self.recorder.moved(value, Cut(SEQUENCE)) if (
             node in self.inputs and tensor.requires_grad and self._has_sequence(value)) else value
@@ -161,9 +162,9 @@ class SplitPiece:
                 return result
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value(n, values))
         changed = [self.value(arg, values) for arg in (*mutated(node), *statistics(node))]
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
+        placed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
         # A buffer that changes must be this very tensor. What is no operator is taken whole.
-        is_whole = (all(value.placement is None for value in given)
+        is_whole = (all(value.placement is None for value in placed)
                     or (changed and all(value.placement is None for value in changed))
                     or not isinstance(node.target, torch._ops.OpOverload) or node in self.whole)
         if is_whole:
@@ -269,10 +270,10 @@ class SplitPiece:
 
     def _blocks_of(self, user: fx.Node) -> int:
         """How many equal blocks one operator takes the last dim of its first input apart into."""
-        given = user.args[0].meta["val"].shape  # type: ignore[union-attr]
-        last, args = given[-1], user.args[1:]
+        shape = user.args[0].meta["val"].shape  # type: ignore[union-attr]
+        last, args = shape[-1], user.args[1:]
         if user.target in _VIEWS:
-            parts = _parts_of_last(given, user.meta["val"].shape)
+            parts = _parts_of_last(shape, user.meta["val"].shape)
             ranks = self.mesh.size()
             apart = len(parts) > 2 and parts[1] % ranks == 0 and (parts[0] % ranks != 0 or parts[0] < parts[1])
             return parts[0] if apart else 1
@@ -343,9 +344,9 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
     """
     record, outer, inner = run.recorder, kind.outer, kind.inner
     product, rest, options = kind.operator, kind.rest, kind.options
-    given: Placed = run.value(x, values)
-    before, wish = cut_of(given), run.wish(weight)
-    features = before if before is not None and before.dim == given.ndim - 1 else None
+    x_placed: Placed = run.value(x, values)
+    before, wish = cut_of(x_placed), run.wish(weight)
+    features = before if before is not None and before.dim == x_placed.ndim - 1 else None
     columns = Cut(outer, run.blocks_after(node, node.meta["val"].shape[-1]))
     by_rows = wish == "rows" or (features is not None and wish != "columns")
     cut_weight = run.cut(weight, values, Cut(inner, features.blocks if features else 1) if by_rows else columns)
@@ -357,7 +358,7 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
     assert cut is not None
     offset = None if bias is None else run.value(bias, values)
     if cut.dim == inner % cut_weight.ndim:
-        moved_input = record.moved(given, Cut(given.ndim - 1, cut.blocks))
+        moved_input = record.moved(x_placed, Cut(x_placed.ndim - 1, cut.blocks))
         part = record.run(product, moved_input, cut_weight, *rest, placement=Sum(), **options)
         if run.unfolds_sequence(node):
             if offset is not None:  # one of those that are summed has it
@@ -372,7 +373,7 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
     if offset is not None:
         known = run.cut(bias, values, Cut(0, cut.blocks))
         offset = record.moved(known or offset, Cut(0, cut.blocks))
-    whole, after = record.moved(given, None), Cut(len(node.meta["val"].shape) - 1, cut.blocks)
+    whole, after = record.moved(x_placed, None), Cut(len(node.meta["val"].shape) - 1, cut.blocks)
     if product is aten.linear.default:
         return record.run(product, whole, cut_weight, offset, placement=after)
     if offset is not None:
@@ -382,8 +383,8 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
 
 def _embedding(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """Rows of the table are cut; each rank looks up those that it has."""
-    given: Any = (*node.args, *(-1, False, False)[len(node.args) - 2:])
-    table, ids, padding, *options = given
+    arguments: Any = (*node.args, *(-1, False, False)[len(node.args) - 2:])
+    table, ids, padding, *options = arguments
     rows_here = None if any(options) else run.cut(table, values, Cut(0))
     if rows_here is None or rows_here.placement != Cut(0):
         return None
@@ -397,8 +398,9 @@ def _own_rows(table: torch.Tensor, ids: torch.Tensor, start: int, padding: int) 
     """Rows of this rank's part of a table, which begins at `start`; zeros for the others."""
     from_start, length = ids - start, table.shape[0]
     others = (from_start < 0) | (from_start >= length)
-    at = padding - start if 0 <= padding - start < length and padding >= 0 else -1
-    return aten.embedding.default(table, from_start.masked_fill(others, 0), at).masked_fill(others.unsqueeze(-1), 0)
+    local_padding = padding - start if 0 <= padding - start < length and padding >= 0 else -1
+    rows = aten.embedding.default(table, from_start.masked_fill(others, 0), local_padding)
+    return rows.masked_fill(others.unsqueeze(-1), 0)
 
 
 # --- Operators that run on parts ----------------------------------------------------------------------------------
@@ -438,54 +440,54 @@ def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
     Flat tokens whose parts are to be summed are summed once they have their sequence back.
     """
-    given, shape = args[0], tuple(node.meta["val"].shape)
-    cut = cut_of(given)
-    if isinstance(given.placement, Sum) and run._has_sequence(node.meta["val"]):
-        return run.summed(run.recorder.run(aten.reshape.default, given, list(shape), placement=given.placement))
-    if cut == Cut(SEQUENCE) and given.ndim == 3 and shape[:2] != given.shape[:2]:  # a sequence among other dims
+    value, shape = args[0], tuple(node.meta["val"].shape)
+    cut = cut_of(value)
+    if isinstance(value.placement, Sum) and run._has_sequence(node.meta["val"]):
+        return run.summed(run.recorder.run(aten.reshape.default, value, list(shape), placement=value.placement))
+    if cut == Cut(SEQUENCE) and value.ndim == 3 and shape[:2] != value.shape[:2]:  # a sequence among other dims
         return run.run_whole(node, args, kwargs)
-    if cut is None or cut.dim != given.ndim - 1:
+    if cut is None or cut.dim != value.ndim - 1:
         return None
-    parts = _parts_of_last(tuple(given.shape), shape)
+    parts = _parts_of_last(tuple(value.shape), shape)
     if cut.blocks == 1:
         if len(parts) > 1 and parts[0] % run.mesh.size():
             run._note(node, parts[0])
         return None
     if not parts or (len(parts) > 1 and parts[0] != cut.blocks):
         return None
-    at = len(shape) - len(parts) + (len(parts) > 1)
-    if shape[at] % run.mesh.size():
-        run._note(node, shape[at])
+    dim = len(shape) - len(parts) + (len(parts) > 1)
+    if shape[dim] % run.mesh.size():
+        run._note(node, shape[dim])
         return None
-    local = [*shape[:at], shape[at] // run.mesh.size(), *shape[at + 1:]]
-    return run.recorder.run(aten.reshape.default, given, local,
-                            placement=Cut(at, cut.blocks if len(parts) == 1 else 1))
+    local = [*shape[:dim], shape[dim] // run.mesh.size(), *shape[dim + 1:]]
+    return run.recorder.run(aten.reshape.default, value, local,
+                            placement=Cut(dim, cut.blocks if len(parts) == 1 else 1))
 
 
 def _apart(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Blocks of features come apart on every rank: q from k and v, a gate from its input."""
-    given = args[0]
-    cut, sizes = cut_of(given), _sizes(node)
-    if cut is None or cut.blocks == 1 or cut.dim != given.ndim - 1 or len(sizes) != cut.blocks or len(set(sizes)) > 1:
+    value = args[0]
+    cut, sizes = cut_of(value), _sizes(node)
+    if cut is None or cut.blocks == 1 or cut.dim != value.ndim - 1 or len(sizes) != cut.blocks or len(set(sizes)) > 1:
         return None
-    return run.recorder.run(aten.chunk.default, given, cut.blocks, cut.dim, placement=Cut(cut.dim))
+    return run.recorder.run(aten.chunk.default, value, cut.blocks, cut.dim, placement=Cut(cut.dim))
 
 
 def _slice(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """One block of features, or every second one."""
-    given = args[0]
-    cut = cut_of(given)
-    if cut is None or cut.dim != given.ndim - 1:
+    value = args[0]
+    cut = cut_of(value)
+    if cut is None or cut.dim != value.ndim - 1:
         return None
-    last, local = given.shape[-1], given.local.shape[-1]
+    last, local = value.shape[-1], value.local.shape[-1]
     dim, start, end, step = _slice_arguments(node)
-    if dim % given.ndim != cut.dim:
+    if dim % value.ndim != cut.dim:
         return None
     block = last // cut.blocks
     if cut.blocks == 1 and start < step and end >= last and local % step == 0:
-        return run.recorder.run(aten.slice.Tensor, given, cut.dim, start, local, step, placement=Cut(cut.dim))
+        return run.recorder.run(aten.slice.Tensor, value, cut.dim, start, local, step, placement=Cut(cut.dim))
     if cut.blocks > 1 and step == 1 and start % block == 0 and min(end, last) - start == block:
-        return run.recorder.run(aten.chunk.default, given, cut.blocks, cut.dim,
+        return run.recorder.run(aten.chunk.default, value, cut.blocks, cut.dim,
                                 placement=Cut(cut.dim))[start // block]
     return None
 
@@ -525,13 +527,13 @@ def _turned(graph: fx.Graph, parameters: Mapping[fx.Node, str]) -> dict[fx.Node,
     """Nodes that are a parameter with its dims in another order: the parameter, and how it was turned."""
     sources: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}
     for node in graph.nodes:
-        given = node.args[0] if node.target in _TURNS else None
-        if not isinstance(given, fx.Node):
+        source = node.args[0] if node.target in _TURNS else None
+        if not isinstance(source, fx.Node):
             continue
-        if given in sources:
-            sources[node] = (sources[given][0], (*sources[given][1], node))
-        elif given in parameters:
-            sources[node] = (given, (node,))
+        if source in sources:
+            sources[node] = (sources[source][0], (*sources[source][1], node))
+        elif source in parameters:
+            sources[node] = (source, (node,))
     return sources
 
 
@@ -568,43 +570,43 @@ def _followers(node: fx.Node, length: int) -> Iterator[fx.Node]:
             yield user
 
 
-def _parts_of_last(given: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+def _parts_of_last(shape_before: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
     """What a view makes of the last dim: its parts, or the dim itself; () where it is mixed with others.
 
     >>> _parts_of_last((2, 7, 24), (2, 7, 3, 8)), _parts_of_last((14, 24), (2, 7, 24)), _parts_of_last((4, 6), (24,))
     ((3, 8), (24,), ())
     """
-    at, size = len(shape), 1
-    while at and size < given[-1]:
-        at, size = at - 1, size * shape[at - 1]
-    return tuple(shape[at:]) if size == given[-1] else ()
+    dim, size = len(shape), 1
+    while dim and size < shape_before[-1]:
+        dim, size = dim - 1, size * shape[dim - 1]
+    return tuple(shape[dim:]) if size == shape_before[-1] else ()
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
     """Of the parts that an operator takes the last dim apart into; () where it takes another one."""
     if node.target not in _APART:
         return ()
-    given = node.args[0].meta["val"]  # type: ignore[union-attr]
+    tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
     dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     value = node.meta.get("val")
-    if dim % given.ndim != given.ndim - 1 or not isinstance(value, list | tuple):
+    if dim % tensor.ndim != tensor.ndim - 1 or not isinstance(value, list | tuple):
         return ()
     return tuple(part.shape[-1] for part in value)
 
 
 def _slice_arguments(node: fx.Node) -> tuple[int, int, int, int]:
     """dim, start, end, step."""
-    given: tuple[Any, ...] = (*node.args[1:], *(None,) * 4)
-    dim, start, end, step = given[:4]
+    arguments: tuple[Any, ...] = (*node.args[1:], *(None,) * 4)
+    dim, start, end, step = arguments[:4]
     length = node.args[0].meta["val"].shape[dim or 0]  # type: ignore[union-attr]
     start, end = start or 0, length if end is None else end
-    start, end = (min(at + length if at < 0 else at, length) for at in (start, end))
+    start, end = (min(position + length if position < 0 else position, length) for position in (start, end))
     return dim or 0, start, end, step or 1
 
 
 def _span(node: fx.Node, last: int) -> tuple[int, int] | None:
     """Of the last dim, what a slice of it takes: start and end; None where it takes another dim, or not all of it."""
     dim, start, end, step = _slice_arguments(node)
-    given = node.args[0].meta["val"]  # type: ignore[union-attr]
-    inside = dim % given.ndim == given.ndim - 1 and step == 1 and 0 < end - start < last
+    tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    inside = dim % tensor.ndim == tensor.ndim - 1 and step == 1 and 0 < end - start < last
     return (start, end) if inside and start % (end - start) == 0 else None

@@ -123,22 +123,22 @@ class ProgramRecorder:
             NotImplementedError: some of its results are whole and some are parts, so that no gradient of what it was
                 given would be one or the other.
         """
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
-        trained = any(value.trained for value in given)
+        placed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
+        trained = any(value.trained for value in placed)
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         whole = {placement_of(leaf) is None for leaf in results if leaf.is_floating_point() or leaf.is_complex()}
         if trained and len(whole) > 1:
             raise NotImplementedError(f"{target} gives whole tensors and parts")
         if trained and False in whole:
             refs = pytree.tree_map_only(Placed, self._with_summed_gradient, (args, kwargs))
-        elif trained and any(value.placement is not None and value.trained for value in given) and whole:
+        elif trained and any(value.placement is not None and value.trained for value in placed) and whole:
             raise NotImplementedError(f"{target} makes whole tensors of parts")
         else:
             refs = pytree.tree_map_only(Placed, lambda value: value.ref, (args, kwargs))
         if getattr(getattr(target, "_schema", None), "is_mutable", False):
             self._moved.clear()
         if draws:
-            target = drawing_apart(target, self.exchanges.rank, given[0].local.device)
+            target = drawing_apart(target, self.exchanges.rank, placed[0].local.device)
         return self._results(self._add(target, *refs), result, placement_of, trained)
 
     def _results(self, ref: Ref, result: Any, placement_of: Callable[[torch.Tensor], Placement], trained: bool) -> Any:
@@ -147,8 +147,8 @@ class ProgramRecorder:
             return self._placed(ref, result, placement_of(result), trained=trained and can)
         if isinstance(result, list | tuple):
             return type(result)(self._results(self._add(operator.getitem, (ref, number), {}), item, placement_of,
-                                             trained) if isinstance(item, torch.Tensor) else item
-                               for number, item in enumerate(result))
+                                              trained) if isinstance(item, torch.Tensor) else item
+                                for number, item in enumerate(result))
         return result
 
     def moved(self, value: Placed, placement: Placement) -> Placed:
@@ -225,7 +225,8 @@ class ProgramRecorder:
                     return replace(instruction, target=self.exchanges.sum_in_place)
             if instruction.out in summing and all(
                     user is not None and user.target in _PRODUCTS
-                    and [at for at, arg in enumerate(user.args) if arg == instruction.out] == [_PRODUCTS[user.target]]
+                    and [position for position, arg in enumerate(user.args)
+                         if arg == instruction.out] == [_PRODUCTS[user.target]]
                     for user in users.get(instruction.out, [None])):
                 source = instruction.args[0]
                 if source in made and _makes_new(made[source].target) and users[source] == [instruction]:
@@ -287,9 +288,9 @@ class Program:
             used |= refs
             function = f"f{instruction.out.number}"
             names[function] = instruction.target
-            given = [_source(arg, names) for arg in instruction.args]
-            given += [f"{name}={_source(arg, names)}" for name, arg in instruction.kwargs.items()]
-            lines.append(f"v{instruction.out.number} = {function}({', '.join(given)})")
+            arguments = [_source(arg, names) for arg in instruction.args]
+            arguments += [f"{name}={_source(arg, names)}" for name, arg in instruction.kwargs.items()]
+            lines.append(f"v{instruction.out.number} = {function}({', '.join(arguments)})")
         lines = [f"def run({', '.join(f'v{ref.number}' for ref in inputs)}):", *reversed(lines),
                  f"return ({''.join(f'v{ref.number}, ' for ref in outputs)})"]
         self.code = "\n    ".join(lines)
@@ -315,5 +316,5 @@ def _source(arg: Any, names: dict[str, Any]) -> str:
     return f"c{len(names) - 1}"
 
 
-def _locals(given: Any) -> Any:
-    return pytree.tree_map_only(Placed, lambda value: value.local, given)
+def _locals(values: Any) -> Any:
+    return pytree.tree_map_only(Placed, lambda value: value.local, values)

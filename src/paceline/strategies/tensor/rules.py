@@ -45,9 +45,9 @@ def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..
 
     values: dict[int, Placed] = {}
     with torch.no_grad():  # outside of the fake mode, in which DTensor could not read its mesh
-        given = pytree.tree_map_only(Placed, distributed, (args, kwargs))
+        arguments = pytree.tree_map_only(Placed, distributed, (args, kwargs))
         with watch, watch.moves():
-            result = target(*given[0], **given[1])
+            result = target(*arguments[0], **arguments[1])
         parts = pytree.tree_map_only(DTensor, lambda tensor: tensor._local_tensor, result)
         results = None if watch.moved_any() else _alone(target, args, kwargs, watch)
     if results is not None:
@@ -70,11 +70,11 @@ def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..
 def _alone(target: Callable[..., Any], args: Any, kwargs: Any, watch: _Watch) -> Any:
     """What an operator gives on parts, if it then runs as it does under DTensor; else None."""
     alone = _Watch(watch.recorder)
-    given = pytree.tree_map_only(Placed, lambda value: value.local.view_as(value.local), (args, kwargs))
-    alone.known |= {id(leaf): leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+    arguments = pytree.tree_map_only(Placed, lambda value: value.local.view_as(value.local), (args, kwargs))
+    alone.known |= {id(leaf): leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
     try:
         with alone:
-            result = target(*given[0], **given[1])
+            result = target(*arguments[0], **arguments[1])
     except Exception:  # it names the sizes of the whole
         return None
     same = [step.shown() for step in watch.steps if isinstance(step, _Ran)] == [
@@ -138,9 +138,9 @@ class _Watch(TorchDispatchMode):
                     self._placements[id(leaf._local_tensor)] = _placement_of(leaf)
             return result
         result = func(*args, **kwargs)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if given and made and all(id(leaf) in self.known for leaf in given):
+        if inputs and made and all(id(leaf) in self.known for leaf in inputs):
             self.steps.append(_Ran(func, args, kwargs, result))
             for leaf in made:
                 self._note(leaf)

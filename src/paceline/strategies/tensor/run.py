@@ -165,7 +165,7 @@ def derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mappi
 
 
 @dataclass
-class _Found:
+class _Derived:
     """What is known after some pieces. unsplit: those that stay whole. reasons: why parameters do, by name."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
@@ -177,18 +177,18 @@ class _Found:
 
 def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
             inputs: Mapping[str, torch.Tensor], split: Callable[..., SplitPiece],
-            rules: CutRules, batches: float, tried: Tried) -> _Found:
-    derived = _Found()
+            rules: CutRules, batches: float, tried: Tried) -> _Derived:
+    derived = _Derived()
     values = dict(inputs)
     device = next(iter(inputs.values())).device
     for piece in capture.pieces:
-        given = [values[name] for name in piece.inputs]
+        piece_inputs = [values[name] for name in piece.inputs]
         parameters = [tensors[name].to(device) for name in piece.parameters]
         also = [buffers[name] for name in piece.buffers]
         before = [buffer.clone() for buffer in also]
         if piece.opaque:  # its code keeps what it likes: it is not run more often than it must
             with torch.no_grad():
-                outputs = list(piece.run(*parameters, *also, *given))
+                outputs = list(piece.run(*parameters, *also, *piece_inputs))
             derived.unsplit.append(piece)
             for name in piece.parameters:
                 derived.reasons.setdefault(name, f"'{piece.opaque[0]}' is not looked into")
@@ -199,7 +199,7 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
             large = max(map(_bytes_along_sequence, between), default=0) * batches >= SEQUENCE_BYTES
             for way in _ways(rules, piece, with_sequence=large):
                 run = split(piece, cuts=dict(derived.cuts), **way)
-                outputs, reason = tried(run, parameters, also, given, trained)
+                outputs, reason = tried(run, parameters, also, piece_inputs, trained)
                 if reason is None:
                     break
             if reason is None:
@@ -212,7 +212,7 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
                 derived.reasons.setdefault(name, run.reasons.get(name) or reason or run.used_by(name))
         else:
             with torch.no_grad():
-                outputs = list(piece.run(*also, *given))
+                outputs = list(piece.run(*also, *piece_inputs))
         for buffer, value in zip(also, before, strict=True):
             buffer.copy_(value)
         values |= zip(piece.outputs, outputs, strict=True)
@@ -226,17 +226,17 @@ def _bytes_along_sequence(value: Value) -> int:
 
 def _ways(rules: CutRules, piece: Piece, *, with_sequence: bool) -> list[dict[str, Any]]:
     """How a piece is split, the best first: as the model wishes, and with a sequence that is cut too."""
-    asked = [rules, replace(rules, wishes={})] if rules.wishes.keys() & set(piece.parameters) else [rules]
+    rule_sets = [rules, replace(rules, wishes={})] if rules.wishes.keys() & set(piece.parameters) else [rules]
     return [{"rules": followed, "sequence": sequence}
-            for followed in asked for sequence in ((True, False) if with_sequence else (False,))]
+            for followed in rule_sets for sequence in ((True, False) if with_sequence else (False,))]
 
 
 def _compare(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.Tensor],
-             given: list[torch.Tensor], trained: list[bool]) -> tuple[list[torch.Tensor], str | None]:
+             inputs: list[torch.Tensor], trained: list[bool]) -> tuple[list[torch.Tensor], str | None]:
     """The whole piece's outputs, and why it can't be split; None if it can, "" if nothing in it was cut. Collective."""
     before = [buffer.clone() for buffer in buffers]
     with WithoutRandomness():  # parts of a layer draw for themselves
-        expected, expected_grads = _outputs_and_gradients(run.piece.run, weights, buffers, given, trained)
+        expected, expected_grads = _outputs_and_gradients(run.piece.run, weights, buffers, inputs, trained)
     expected_buffers = [buffer.clone() for buffer in buffers]
     for buffer, value in zip(buffers, before, strict=True):
         buffer.copy_(value)
@@ -245,7 +245,7 @@ def _compare(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.T
     reason = None
     try:
         with WithoutRandomness():
-            outputs, grads = _outputs_and_gradients(run, weights, buffers, given, trained)
+            outputs, grads = _outputs_and_gradients(run, weights, buffers, inputs, trained)
     except Exception as error:
         reason = f"it can't run in parts: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     cuts = any(name in run.cuts for name in run.piece.parameters)
@@ -267,7 +267,7 @@ def _agreed(fine: bool, mesh: DeviceMesh) -> bool:
 
 
 def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], parameters: Iterable[torch.Tensor],
-                           buffers: list[torch.Tensor], given: Iterable[torch.Tensor],
+                           buffers: list[torch.Tensor], inputs: Iterable[torch.Tensor],
                            trained: list[bool]) -> tuple[Any, Any]:
     """What a piece gives, and the gradients of a fixed mixture of its outputs with respect to weights and inputs.
 
@@ -275,7 +275,7 @@ def _outputs_and_gradients(run: Callable[..., tuple[torch.Tensor, ...]], paramet
     """
     count = len(list(parameters))
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point() and wanted)
-              for t, wanted in zip((*parameters, *given), (*[True] * count, *trained), strict=True)]
+              for t, wanted in zip((*parameters, *inputs), (*[True] * count, *trained), strict=True)]
     with torch.enable_grad():
         outputs = run(*leaves[:count], *buffers, *(leaf.clone() for leaf in leaves[count:]))  # may be edited in place
         weights = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device) for out in outputs]

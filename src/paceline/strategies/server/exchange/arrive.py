@@ -36,7 +36,7 @@ class _Place:
 
     link: int
     chunk: int
-    at: int
+    offset: int
     first: int
     count: int
 
@@ -59,12 +59,13 @@ class WeightArrivals:
         self.places: dict[str, list[_Place]] = {name: [] for name in parameters}
         for k, link in enumerate(links):
             for number, chunk in enumerate(link.shard.chunks):
-                at = 0
+                offset = 0
                 for span in chunk.spans:
                     part, count = link.shard.slices[span.slice], span.stop - span.start
-                    self.places[part.name].append(_Place(k, number, at, part.first_element + span.start, count))
-                    at += count
-        self.is_plain = {name: all(links[at.link].received[at.chunk].dtype == p.dtype for at in self.places[name])
+                    self.places[part.name].append(_Place(k, number, offset, part.first_element + span.start, count))
+                    offset += count
+        self.is_plain = {name: all(links[place.link].received[place.chunk].dtype == p.dtype
+                                   for place in self.places[name])
                          for name, p in parameters.items()}  # whether they come as they are
         self.requested_version, self.version, self.waited_s, self.pull_s = -1, -1, 0.0, 0.0
         self.requested_s = 0.0
@@ -154,12 +155,12 @@ class WeightArrivals:
                 link, count = self.links[place.link], place.count * item_bytes
                 link.wait(place.chunk)
                 memory[place.first * item_bytes:place.first * item_bytes + count] = (
-                    link.received_bytes[place.chunk][place.at * item_bytes:place.at * item_bytes + count])
+                    link.received_bytes[place.chunk][place.offset * item_bytes:place.offset * item_bytes + count])
             return
         for place in places:
             link = self.links[place.link]
             link.wait(place.chunk)
-            values = link.received[place.chunk][place.at:place.at + place.count]
+            values = link.received[place.chunk][place.offset:place.offset + place.count]
             if whole.is_cuda:  # the host does not wait until the forward before it is through
                 values = values.pin_memory().to(whole.device, non_blocking=True)
             if whole.is_contiguous():

@@ -118,8 +118,8 @@ class Rows:
         module.weight = rows
         padding = self.paddings[number]
         if padding is not None:
-            at = int(torch.searchsorted(ids, padding))
-            module.padding_idx = at if at < len(ids) and ids[at] == padding else None
+            row = int(torch.searchsorted(ids, padding))
+            module.padding_idx = row if row < len(ids) and ids[row] == padding else None
         if torch.is_grad_enabled():
             self.touched[number].append((ids, rows))
         return (places, *args[1:]), {key: value for key, value in kwargs.items() if key != "input"}

@@ -331,11 +331,11 @@ class ShardService:
 
     def _views(self, memory: ShardMemory) -> dict[str, torch.Tensor]:
         """Each slice's part of the memory, in the slice's shape."""
-        views, at = {}, dict.fromkeys(memory.flat, 0)
+        views, offsets = {}, dict.fromkeys(memory.flat, 0)
         for part in self.shard.slices:
-            start = at[part.dtype]
-            at[part.dtype] += part.numel
-            views[part.name] = memory.flat[part.dtype][start:at[part.dtype]].view(part.local_shape)
+            start = offsets[part.dtype]
+            offsets[part.dtype] += part.numel
+            views[part.name] = memory.flat[part.dtype][start:offsets[part.dtype]].view(part.local_shape)
         return views
 
     def _guarded(self, work: Callable[[Connection, Peer, _Wanted], None], connection: Connection, peer: Peer,

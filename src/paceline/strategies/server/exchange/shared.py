@@ -42,10 +42,10 @@ class Shared:
         """A gradient for the server to take; False if it has not yet taken the last one."""
         if self.is_full[chunk]:
             return False
-        place, at = self.gradients[chunk], 0
+        place, offset = self.gradients[chunk], 0
         for part in parts:
-            place[at:at + len(part)] = part
-            at += len(part)
+            place[offset:offset + len(part)] = part
+            offset += len(part)
         self.is_full[chunk] = 1
         return True
 

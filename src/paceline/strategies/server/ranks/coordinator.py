@@ -722,14 +722,14 @@ class Coordinator(Server):
 
     def _say(self, worker: int, message: dict[str, Any]) -> None:
         """Tell a worker something. If it is gone, its connection's end is in the inbox."""
-        told = self.workers[worker]
-        if not told.orders:
-            told.heard_s = time.monotonic()
-        told.orders += 1
+        member = self.workers[worker]
+        if not member.orders:
+            member.heard_s = time.monotonic()
+        member.orders += 1
         try:
-            told.connection.send_message(message)
+            member.connection.send_message(message)
         except WireError as error:
-            self.inbox.put((Peer(Role.CONTROL, worker, told.incarnation), error))
+            self.inbox.put((Peer(Role.CONTROL, worker, member.incarnation), error))
 
     # --- Evaluation and the end ----------------------------------------------------------------------------------
 
