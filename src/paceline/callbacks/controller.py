@@ -154,7 +154,7 @@ class RunController:
             windows, per_epoch = self.run.job.windows, self.run.job.steps_per_epoch
             epochs = windows.epoch(step) if windows is not None else step // per_epoch if per_epoch else 0
             self._latest_calls |= {(id(callback), hook): epochs - 1 if hook == "on_epoch" else step
-                           for hook in hooks_of(callback)}
+                                   for hook in hooks_of(callback)}
         for entry in saved_states if saved is not None else ():
             print(f"note: the checkpoint holds the state of a callback {entry['kind']}, which this run does not have",
                   file=sys.stderr)

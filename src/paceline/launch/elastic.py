@@ -217,10 +217,10 @@ class _ElasticHost:
     def _part(self, store: Any, num_hosts: int) -> None:
         """Keep the store until the others need it no more."""
         with suppress(RuntimeError):
-            left, until_s = store.add(f"{_RUN}/left", 1), time.monotonic() + _PARTED_S
-            while self.meeting.is_kept_here and left < num_hosts and time.monotonic() < until_s:
+            num_left, deadline_s = store.add(f"{_RUN}/left", 1), time.monotonic() + _PARTED_S
+            while self.meeting.is_kept_here and num_left < num_hosts and time.monotonic() < deadline_s:
                 time.sleep(_MONITOR_S)
-                left = store.add(f"{_RUN}/left", 0)
+                num_left = store.add(f"{_RUN}/left", 0)
 
 
 class _Agent(SimpleElasticAgent):

@@ -148,7 +148,7 @@ def text(kind: str, request: LaunchRequest) -> str:
         raise UsageError(f"a file for {kind} has no place for the name in --gpus {request.gpus}",
                          hint=f"--gpus {request.num_gpus}; {' and '.join(_NAMED_GPUS)} take a name")
     writers: dict[str, Callable[[LaunchRequest], str]] = {"slurm": slurm, "k8s": kubernetes, "sky": skypilot,
-                                                             "ray": ray_job, "docker": compose}
+                                                          "ray": ray_job, "docker": compose}
     return writers[kind](request)
 
 

@@ -228,10 +228,10 @@ def _hosts_of_ranks(store: Any, environment: Environment, attempt: str) -> tuple
 def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) -> bool:
     """Whether another rank reports a failure of its own within some seconds, or has said what all saw."""
     others: Sequence[int] = [r for r in range(environment.world_size) if r != environment.rank]
-    deadline = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + patience_s
 
     def ask() -> bool:
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline_s:
             for rank in others:
                 if store.check([f"failure/{rank}"]):
                     failure = Failure.from_json(store.get(f"failure/{rank}").decode())
@@ -252,5 +252,5 @@ def _tell_elastic_agent(failure: Failure) -> None:
     if path:
         with suppress(OSError):
             message = {"message": failure.describe(), "extraInfo": {"py_callstack": failure.trace,
-                                                                     "timestamp": str(int(failure.time_s))}}
+                                                                    "timestamp": str(int(failure.time_s))}}
             Path(path).write_text(json.dumps({"message": message}))

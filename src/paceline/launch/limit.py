@@ -37,10 +37,10 @@ def limited_to(device: Device) -> Iterator[None]:
         yield
         return
     before, highest = resource.getrlimit(resource.RLIMIT_DATA)
-    allowed = psutil.Process().memory_info().data + device.memory_bytes + STACKS_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (allowed if highest < 0 else min(allowed, highest), highest))
+    allowed_bytes = psutil.Process().memory_info().data + device.memory_bytes + STACKS_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed_bytes if highest < 0 else min(allowed_bytes, highest), highest))
     try:
-        _check_kept(allowed)
+        _check_kept(allowed_bytes)
         yield
     except BaseException as error:
         resource.setrlimit(resource.RLIMIT_DATA, (before, highest))
@@ -54,8 +54,8 @@ def limited_to(device: Device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, highest))
 
 
-def _check_kept(allowed: int) -> None:
+def _check_kept(allowed_bytes: int) -> None:
     with suppress(OSError):
-        mmap.mmap(-1, allowed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        mmap.mmap(-1, allowed_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         raise ClusterError("this kernel doesn't keep the limit on a process's data (RLIMIT_DATA)",
                            hint="leave --memory out, and limit the processes from outside")

@@ -58,7 +58,7 @@ def find_nodes(address: str) -> list[Node]:
     hint = "run the command on a machine of the cluster; `ray status` there says whether it is up"
     try:
         completed = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True,
-                               timeout=_CONNECT_S, stdin=subprocess.DEVNULL)
+                                   timeout=_CONNECT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"no Ray cluster answers at '{address}' within {_CONNECT_S:.0f} s", hint=hint) from error
     listed = [line for line in completed.stdout.splitlines() if line.startswith("nodes ")]
@@ -80,8 +80,8 @@ def nodes_now(address: str) -> list[Node]:
 
 def _with_devices(listed: Sequence[tuple[str, str, dict[str, float]]], address: str) -> list[Node]:
     for kind, resource in (("cuda", "GPU"), ("cpu", "CPU")):
-        nodes = [Node(node_id, at, kind, int(resources[resource]), at) for node_id, at, resources in listed
-                 if resources.get(resource, 0) >= 1]
+        nodes = [Node(node_id, node_address, kind, int(resources[resource]), node_address)
+                 for node_id, node_address, resources in listed if resources.get(resource, 0) >= 1]
         if nodes:
             return _named_apart(sorted(nodes, key=lambda node: (node.name, node.id)))
     raise ClusterError(f"the Ray cluster at '{address}' has nodes without CPUs and GPUs alone",

@@ -80,19 +80,20 @@ class OutsideWatch:
         if not silent:
             return None
         positions = self._positions(pids)
-        reacting = {rank: at for rank, at in positions.items() if at is not None}
+        reacting = {rank: position for rank, position in positions.items() if position is not None}
         is_everywhere = self.sees_all and len(reacting) == len(silent) == len(pids) and all(
-            at["waits"] for at in reacting.values())
+            position["waits"] for position in reacting.values())
         dumb = [rank for rank in silent if rank not in reacting]
-        reacting = {rank: at for rank, at in reacting.items() if rank in silent or at["waits"]}  # the others work
-        if not is_everywhere and not dumb and all(at["waits"] for at in reacting.values()):
+        reacting = {rank: position for rank, position in reacting.items()
+                    if rank in silent or position["waits"]}  # the others work
+        if not is_everywhere and not dumb and all(position["waits"] for position in reacting.values()):
             return None  # who waits, waits for a rank that works
         return self._report(reacting, dumb, pids)
 
     def _report(self, reacting: dict[int, dict[str, Any]], dumb: list[int], pids: dict[int, int]) -> Failure:
         world_size = len(pids)
         first = self._first_rank
-        failure = hang_failure({first + rank: at for rank, at in reacting.items()}, world_size=world_size,
+        failure = hang_failure({first + rank: position for rank, position in reacting.items()}, world_size=world_size,
                                rank=first + next(iter(reacting), 0), timeout_s=self.patience_s,
                                silent=[first + rank for rank in dumb],
                                states={first + rank: _state(pids[rank]) for rank in dumb})

@@ -166,14 +166,14 @@ def _serve(main: Main, requests: socket.socket, parents: socket.socket, parent_p
     children: dict[int, Any] = {}
     with requests.makefile("rb") as lines:
         for line in lines:
-            asked = json.loads(line)
-            if "fork" in asked:
-                _fork(main, asked["fork"], requests, children)
+            request = json.loads(line)
+            if "fork" in request:
+                _fork(main, request["fork"], requests, children)
             else:
-                code = _reap(children[asked["reap"]], asked["patience_s"])
+                code = _reap(children[request["reap"]], request["patience_s"])
                 requests.sendall(_line({"code": code}))
                 if code is not None:
-                    del children[asked["reap"]]
+                    del children[request["reap"]]
     for child in children.values():
         child.kill()
 

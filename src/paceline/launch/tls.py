@@ -170,10 +170,10 @@ class TlsSocket:
         """Send all of the buffers; returns their bytes."""
         with self._sending:
             for buffer in buffers:
-                at = 0
-                while at < len(buffer):
+                offset = 0
+                while offset < len(buffer):
                     with self._calling:
-                        at += self._tls.write(buffer[at:at + _WRITE_BYTES])
+                        offset += self._tls.write(buffer[offset:offset + _WRITE_BYTES])
                         is_much = self._outgoing.pending >= _WRITE_BYTES
                     if is_much:
                         self._drain()

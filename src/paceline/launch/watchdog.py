@@ -157,8 +157,8 @@ def hang_failure(positions: dict[int, dict[str, Any]], *, world_size: int, rank:
     silent: ranks that gave no answer; by default all that are not in `positions`. states: what is known of those.
     """
     silent = [r for r in range(world_size) if r not in positions] if silent is None else silent
-    stuck = [r for r, at in positions.items() if not at["waits"]]
-    waiting = [r for r, at in positions.items() if at["waits"]]
+    stuck = [r for r, position in positions.items() if not position["waits"]]
+    waiting = [r for r, position in positions.items() if position["waits"]]
     culprit, trace = rank, ""
     if silent:
         culprit = silent[0]
@@ -171,14 +171,16 @@ def hang_failure(positions: dict[int, dict[str, Any]], *, world_size: int, rank:
                    if world_size > 1 else f"rank {culprit} did not go on for {timeout_s:g} s")
         trace = f"Stack of rank {culprit}:\n{positions[culprit]['stack'].rstrip()}"
     else:
-        steps = ", ".join(f"rank {r}: step {at['step']} ({at['phase']})" for r, at in sorted(positions.items()))
+        steps = ", ".join(f"rank {r}: step {position['step']} ({position['phase']})"
+                          for r, position in sorted(positions.items()))
         message = f"all ranks wait in collectives that don't match for {timeout_s:g} s: {steps}"
     if waiting and (silent or stuck):
         message += f"; rank {_listed(waiting)} waited for it"
-    at = positions.get(culprit, {"step": 0, "phase": "start", "where": "", "host": ""})
+    position = positions.get(culprit, {"step": 0, "phase": "start", "where": "", "host": ""})
     message = f"{message}\n\nhint: --patience SECONDS allows longer pauses"
-    return Failure(culprit, at["host"], PeerLost.__name__, message, PeerLost.exit_code, heard=False, step=at["step"],
-                   phase=at["phase"], where=at["where"], trace=trace, time_s=time.time())
+    return Failure(culprit, position["host"], PeerLost.__name__, message, PeerLost.exit_code, heard=False,
+                   step=position["step"], phase=position["phase"], where=position["where"], trace=trace,
+                   time_s=time.time())
 
 
 def _listed(ranks: list[int]) -> str:

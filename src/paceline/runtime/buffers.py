@@ -62,11 +62,11 @@ class ChangingBuffers:
         for prefix, module, attributes, buffers in self._modules:
             if (module._buffers or buffers.values) and not buffers.is_current():
                 unsynced += [name for key, buffer in module._buffers.items() if (name := prefix + key) not in names
-                         and buffer is not None and _is_written(buffer, buffers.copies.get(key))]
+                             and buffer is not None and _is_written(buffer, buffers.copies.get(key))]
             if not attributes.is_current():
                 unsynced += [f"{_ATTRIBUTE}{name}" for key, value in vars(module).items()
-                         if (name := prefix + key) not in self.attributes and key not in OF_TORCH and is_plain(value)
-                         and _has_changed(key, value, attributes)]
+                             if (name := prefix + key) not in self.attributes and key not in OF_TORCH
+                             and is_plain(value) and _has_changed(key, value, attributes)]
         return unsynced
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class ChangingBuffers:
             self._kinds = {name: _kind(now.get(name)) for name in self.names}
             ends = _greatest([end for kind in self._kinds.values() for end in (kind, -kind)], group)
             self.unlike = {name for name, most, least in zip(self.names, ends[::2], ends[1::2], strict=True)
-                            if most != -least or name not in now}
+                           if most != -least or name not in now}
 
     def _agreed(self, group: dist.ProcessGroup) -> list[tuple[torch.nn.Module, str, Any]]:
         """The changing attributes that are to be met: floating-point tensors of one shape on all replicas, and numbers

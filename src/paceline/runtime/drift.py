@@ -176,9 +176,9 @@ def _check_along(axis: str, named: Mapping[str, torch.Tensor], *, mesh: Mesh, st
         return
     rows = [torch.empty_like(row) for _ in ranks]
     dist.all_gather(rows, row, group=group)
-    at = int((least != most).nonzero()[0])
-    values = [int(row[at]) for row in rows]
-    name, when = list(named)[at], f"after step {step}" if step else "before the first step"
+    index = int((least != most).nonzero()[0])
+    values = [int(row[index]) for row in rows]
+    name, when = list(named)[index], f"after step {step}" if step else "before the first step"
     flags = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
     dist.all_gather(flags, torch.tensor([int(name in outside)]), group=group)
     writers = [rank for rank, flag in zip(ranks, flags, strict=True) if int(flag)]

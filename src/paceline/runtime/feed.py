@@ -317,9 +317,9 @@ def fetch(data: Any, indices: Sequence[int], positions: Sequence[int], *, seed: 
         if len(data.tensors) > 2:
             raise TrainingError(f"a sample is {len(data.tensors)} tensors and not (input, target)",
                                 hint="put several inputs into a tuple or a mapping: ((a, b), target)")
-        at = torch.as_tensor(indices)
-        inputs, targets = data.tensors[0][at], data.tensors[-1]
-        return inputs, targets[at] if len(data.tensors) == 2 else inputs
+        index_tensor = torch.as_tensor(indices)
+        inputs, targets = data.tensors[0][index_tensor], data.tensors[-1]
+        return inputs, targets[index_tensor] if len(data.tensors) == 2 else inputs
     if type(data) is Arrays and data.is_in_memory and collate is None:
         return as_pair(data.gather(indices))
     return collated([_sample(data, index, position, seed) for index, position in zip(indices, positions, strict=True)],

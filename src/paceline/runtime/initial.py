@@ -72,10 +72,10 @@ def source_of(init: Weights) -> Source:
     Raises:
         JobError: there is nothing of the kind.
     """
-    given = init.source
-    if isinstance(given, str) or hasattr(given, "__fspath__"):
-        return _at(Path(given).expanduser())
-    state = given() if callable(given) and not isinstance(given, Mapping) else given
+    origin = init.source
+    if isinstance(origin, str) or hasattr(origin, "__fspath__"):
+        return _at(Path(origin).expanduser())
+    state = origin() if callable(origin) and not isinstance(origin, Mapping) else origin
     if not isinstance(state, Mapping):
         raise JobError(f"init returned {type(state).__name__} and not a state dict",
                        hint="a mapping from names to tensors, as state_dict() gives it")
@@ -145,16 +145,16 @@ def matched(init: Weights, shapes: Mapping[str, tuple[int, ...]], model: torch.n
         JobError: the names differ, or a shape does; the message shows which.
     """
     stored = stored_names(model)
-    given: dict[str, str] = {}
+    stored_as: dict[str, str] = {}
     for name in shapes:
         if (renamed := init.name(name)) is not None:
-            if renamed in given:
-                raise JobError(f"init: '{given[renamed]}' and '{name}' both become '{renamed}'")
-            given[renamed] = name
-    chosen = {key: given[name] for name, key in stored.items() if name in given}
+            if renamed in stored_as:
+                raise JobError(f"init: '{stored_as[renamed]}' and '{name}' both become '{renamed}'")
+            stored_as[renamed] = name
+    chosen = {key: stored_as[name] for name, key in stored.items() if name in stored_as}
     missing = [next(name for name, key in stored.items() if key == wanted)
                for wanted in dict.fromkeys(stored.values()) if wanted not in chosen]
-    unknown = [name for name in given if name not in stored]
+    unknown = [name for name in stored_as if name not in stored]
     if not chosen or (init.strict and (missing or unknown)):
         raise _other_names(missing, unknown)
     wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}

@@ -383,7 +383,7 @@ def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _StoredBox
         for container, offset, offsets, shape in entry["pieces"]:
             region = Region(tuple(offsets), tuple(shape))
             boxes[name, region] = _StoredBox(rank, index["part"], DTYPES[entry["dtype"]], tuple(entry["shape"]), region,
-                                        container, offset)
+                                             container, offset)
     return boxes
 
 

@@ -658,7 +658,7 @@ def _with_evidence(run: _Run, fed: Fed) -> Iterator[None]:
 
         module = first_bad_module(run.stepper, fed.window, fed.placed, step=run.step)
         evidence_path = run.settings.run_dir and keep(run.settings.run_dir, run.stepper, fed.window, fed.batches,
-                                              step=run.step + 1, why=str(spike.args[0]), module=module)
+                                                      step=run.step + 1, why=str(spike.args[0]), module=module)
         evidence = [*([f"the first module that returns such numbers is '{module}'"] if module else []),
                     *([f"its samples are in {evidence_path}"] if evidence_path else [])]
         spike.args = ("; ".join([spike.args[0], *evidence]),)

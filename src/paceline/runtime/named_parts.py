@@ -220,7 +220,7 @@ def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     if plan.splits_model:
         refuse_to_split(job, plan, in_losses=trial.recorded_step.in_losses, bare=trial.recorded_step.bare)
     each = {name: prepare_job(job_of(job, name, trial), plan=plan, mesh=mesh, device=device, devices=devices,
-                              of="one")
+                              models="one")
             for name in (*job.models, *job.followers)}
     models = NamedModels({name: prepared.model for name, prepared in each.items()}, job.followers)
     parts = {name: ModelPart(name, prepared.layout, [_OfPart(s, f"{name}.") for s in prepared.synchronisers])
@@ -228,7 +228,7 @@ def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     layouts = NamedLayouts({name: part.layout for name, part in parts.items()}, models)
     together = Prepared(
         models, layouts, [*(synchroniser for part in parts.values() for synchroniser in part.synchronisers),
-                          *prepare(layouts.module, plan=plan, mesh=mesh, of="all")],
+                          *prepare(layouts.module, plan=plan, mesh=mesh, models="all")],
         ChangingAttributes(models), any(prepared.forwards_may_write for prepared in each.values()))
     return together, parts
 

@@ -83,8 +83,8 @@ def digest(epoch: int, positions: Sequence[int] | range, indices: Sequence[int])
     """
     if not len(indices):
         return 0
-    at, which = (np.asarray(values, dtype=np.int64).view(np.uint64) for values in (positions, indices))
-    mixed = _mix(at * np.uint64(0x9E3779B97F4A7C15) + which, _digest_key(epoch))
+    position_bits, index_bits = (np.asarray(values, dtype=np.int64).view(np.uint64) for values in (positions, indices))
+    mixed = _mix(position_bits * np.uint64(0x9E3779B97F4A7C15) + index_bits, _digest_key(epoch))
     return int((mixed >> np.uint64(64 - _DIGEST_BITS)).sum())
 
 

@@ -104,7 +104,7 @@ class Prepared:
 
 
 def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
-                devices: Sequence[Device] = (), of: Models = "only") -> Prepared:
+                devices: Sequence[Device] = (), models: Models = "only") -> Prepared:
     """Build the job's model and let this rank hold its part of it. Collective.
 
     Where a rank holds a part, no more than that and one more tensor need memory at a time.
@@ -150,7 +150,7 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     layout = lay_out(model, use, basis, plan=plan, mesh=mesh, device=device)
     with running():
         synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,
-                                device=device if may_be_elsewhere(plan, model) else None, of=of)
+                                device=device if may_be_elsewhere(plan, model) else None, models=models)
         layout.let_go()
         if spill is not None:
             elsewhere = held_elsewhere(plan, layout.module)

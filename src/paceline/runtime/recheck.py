@@ -195,9 +195,9 @@ class Recheck:
         count = len(self.ranks)
         machine = torch.tensor([_machine(self.stepper.device)], device=neighbour_row.device)
         rows = self._gathered(torch.cat([machine, self._row(fingerprints), neighbour_row])).cpu()
-        firsts, seconds = rows[:, 1:].chunk(2, 1)
-        seconds = seconds.roll(1, 0)  # in row k what the replica before k came to of its samples
-        differs = firsts != seconds
+        first_results, second_results = rows[:, 1:].chunk(2, 1)
+        second_results = second_results.roll(1, 0)  # in row k what the replica before k came to of its samples
+        differs = first_results != second_results
         *differing, other_machines = self._agreed(torch.cat(
             [differs.any(1), torch.tensor([int((rows[:, 0] != rows[0, 0]).any())])]))
         if other_machines:
@@ -206,15 +206,15 @@ class Recheck:
             self.right_step = step + 1
         else:
             places = [place for place in range(count) if differing[place]]
-            wrong, why = self._culprits(places, step, firsts, seconds, before)
+            wrong, why = self._culprits(places, step, first_results, second_results, before)
             if not wrong:
                 self._end(why)
                 return
             names = list(fingerprints)
-            at = next((names[int(row.nonzero()[0])] for row in differs if row.any()), names[0])
-            self._refuse(step, at, wrong, why)
+            tensor = next((names[int(row.nonzero()[0])] for row in differs if row.any()), names[0])
+            self._refuse(step, tensor, wrong, why)
 
-    def _culprits(self, places: Sequence[int], step: int, firsts: torch.Tensor, seconds: torch.Tensor,
+    def _culprits(self, places: Sequence[int], step: int, first_results: torch.Tensor, second_results: torch.Tensor,
                   before: _Moment) -> tuple[list[int], str]:
         """Which replicas computed wrongly what two of them disagree on, and what shows it; none, and why, if that can't
         be said. Collective over all ranks.
@@ -228,7 +228,7 @@ class Recheck:
         for place in places:
             repeats = [self._gathered(row).cpu() for row in self._computed_again(place, step, before)]
             unstable |= (repeats[0] != repeats[1]).any(1)
-            for culprit, result in ((place, firsts[place]), ((place - 1) % count, seconds[place])):
+            for culprit, result in ((place, first_results[place]), ((place - 1) % count, second_results[place])):
                 unstable[culprit] |= (repeats[0][culprit] != result).any()
             odd |= _minority(repeats[0])
             samples = self._gathered(uploaded(self._samples, self.stepper.device)).cpu()
@@ -269,7 +269,7 @@ class Recheck:
         else:
             finding = f"{'one of ' if len(ranks) > 1 else ''}{names} {why}"
         raise self._error(ranks, f"gradients of step {step + 1} are wrong before they are summed: two replicas "
-                                       f"computed '{tensor}' of the same samples, and {finding}")
+                                 f"computed '{tensor}' of the same samples, and {finding}")
 
     def _error(self, ranks: Sequence[int], finding: str) -> DriftError:
         """Collective. ranks: of which one computed wrongly."""
@@ -349,17 +349,17 @@ class _RecheckAlone(Recheck):
             return
         third, fourth = self._computed_again(self.place, step, before)
         differs = ((first != third) | (second != third)).cpu()
-        mine = torch.zeros(1 + self.mesh.world_size, dtype=torch.int64)
-        mine[0] = int((third != fourth).any())
-        mine[1 + self.mesh.rank] = 2 if differs[:self._num_unsummed].any() else int(differs.any())
-        changes, *flags = self._agreed(mine)
+        own_flags = torch.zeros(1 + self.mesh.world_size, dtype=torch.int64)
+        own_flags[0] = int((third != fourth).any())
+        own_flags[1 + self.mesh.rank] = 2 if differs[:self._num_unsummed].any() else int(differs.any())
+        changes, *flags = self._agreed(own_flags)
         ranks = [rank for rank, flag in enumerate(flags) if flag and flag == max(flags)]
         if changes or not ranks:
             self._end("it comes to another result each time")
             return
         name = next((name for name, is_other in zip(self._names, differs.tolist(), strict=False) if is_other), "")
-        of = f" of '{name.removeprefix(_UNSUMMED)}'" if name else ""
-        raise self._error(ranks, f"gradients{of} of step {step + 1} are wrong: {'one of ' * (len(ranks) > 1)}"
+        of_tensor = f" of '{name.removeprefix(_UNSUMMED)}'" if name else ""
+        raise self._error(ranks, f"gradients{of_tensor} of step {step + 1} are wrong: {'one of ' * (len(ranks) > 1)}"
                                  f"{_named(ranks)} came to another result when it computed them again")
 
 

@@ -469,10 +469,10 @@ def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str
     >>> _name_and_key("dense/kernel/exp_avg", {"dense", "dense/kernel"})
     ('dense/kernel', 'exp_avg')
     """
-    at = full_name.rfind("/")
-    while at > 0 and full_name[:at] not in parameters:
-        at = full_name.rfind("/", 0, at)
-    name, _, key = (full_name[:at], "/", full_name[at + 1:]) if at > 0 else full_name.partition("/")
+    slash = full_name.rfind("/")
+    while slash > 0 and full_name[:slash] not in parameters:
+        slash = full_name.rfind("/", 0, slash)
+    name, _, key = (full_name[:slash], "/", full_name[slash + 1:]) if slash > 0 else full_name.partition("/")
     return name, key
 
 

@@ -38,14 +38,14 @@ class _DefaultDevice(DeviceContext):
             return super().__torch_function__(func, types, args, kwargs)
         if func in _device_constructors() and kwargs.get("device") is None and kwargs.get("out") is None:
             return func(*args, **{**kwargs, "device": generator.device})
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if all(tensor.device == generator.device for tensor in given):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if all(tensor.device == generator.device for tensor in tensors):
             return func(*args, **kwargs)
-        beside = {id(tensor): tensor.to(generator.device) for tensor in given}
-        args, kwargs = tree_map(lambda leaf: beside.get(id(leaf), leaf), (args, kwargs))
+        moved = {id(tensor): tensor.to(generator.device) for tensor in tensors}
+        args, kwargs = tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs))
         drawn = func(*args, **kwargs)
-        written = next((tensor for tensor in given if beside[id(tensor)] is drawn), None)
-        return drawn.to(given[0].device) if written is None else written.copy_(drawn)
+        written = next((tensor for tensor in tensors if moved[id(tensor)] is drawn), None)
+        return drawn.to(tensors[0].device) if written is None else written.copy_(drawn)
 
 
 class MakesOn:

@@ -140,7 +140,7 @@ def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None, of: Models = "only") -> list[Synchroniser]:
+            device: torch.device | None = None, models: Models = "only") -> list[Synchroniser]:
     """Let the strategies of the plan change the model. Collective: every rank calls it with equal weights.
 
     observed: what the model's forward was seen to do. device: see `may_be_elsewhere`. of: which of a job's models it
@@ -151,7 +151,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         backward already, and the inner ones add to what it gives.
     """
     runners: list[Runner] = [importlib.import_module(strategy.run) for strategy in active(plan) if strategy.run
-                             and (of == "only" or strategy.takes_all_models == (of == "all"))]
+                             and (models == "only" or strategy.takes_all_models == (models == "all"))]
     made = [runner.prepare(model, plan=plan, mesh=mesh, observed=observed, device=device) for runner in runners]
     return [synchroniser for synchroniser in made if synchroniser is not None]
 

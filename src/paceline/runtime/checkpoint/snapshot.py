@@ -55,7 +55,7 @@ class Snapshot:
             while self._taken < num_bytes:
                 with self._lock:
                     begin = self._taken
-                    self._take(min(begin + _RESERVED_BYTES, num_bytes), of=num_bytes)
+                    self._take(min(begin + _RESERVED_BYTES, num_bytes), mapped_bytes=num_bytes)
                     # Not by torch, whose operators would start threads for this one.
                     ctypes.memset(self._mapped.data_ptr() + begin, 0, self._taken - begin)
 
@@ -73,7 +73,7 @@ class Snapshot:
         self._end = 0
         self._later.clear()
         with self._lock:
-            self._take(num_bytes, of=num_bytes)
+            self._take(num_bytes, mapped_bytes=num_bytes)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor behind those before it."""
@@ -108,12 +108,12 @@ class Snapshot:
         self._end = aligned(end)
         return self._mapped[begin:end].view(tensor.dtype).view(tensor.shape)
 
-    def _take(self, num_bytes: int, *, of: int) -> None:
-        """Get memory for so much of the file: without it, a write to what is mapped would end the process. of: What is
-        mapped at least. What is still read of an earlier mapping stays mapped until it is not."""
-        if len(self._mapped) < of:
-            os.ftruncate(self._descriptor, of)
-            self._mapped = torch.frombuffer(mmap.mmap(self._descriptor, of), dtype=torch.uint8)
+    def _take(self, num_bytes: int, *, mapped_bytes: int) -> None:
+        """Get memory for so much of the file: without it, a write to what is mapped would end the process. What is
+        still read of an earlier mapping stays mapped until it is not. mapped_bytes: what is mapped at least."""
+        if len(self._mapped) < mapped_bytes:
+            os.ftruncate(self._descriptor, mapped_bytes)
+            self._mapped = torch.frombuffer(mmap.mmap(self._descriptor, mapped_bytes), dtype=torch.uint8)
         if num_bytes > self._taken:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._descriptor, self._taken, num_bytes - self._taken)

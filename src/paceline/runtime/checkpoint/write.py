@@ -390,7 +390,7 @@ class _Save:
         if self._exiting.is_set():
             raise _Exiting
         write_json(self.temp / _part_name(self.rank, "json"), {**summary, "tensors": self._entries,
-                                                                         "held_alike": self._held_alike()})
+                                                               "held_alike": self._held_alike()})
 
     def _commit(self) -> None:
         """Rank 0: index, document, COMMIT; then the folder gets its name."""

@@ -190,7 +190,7 @@ class _Trial:
 
     def __init__(self, build: Build, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, torch.Tensor],
                  sparse: frozenset[str] = frozenset()) -> None:
-        self.user_function, self.shapes, self.like, self.sparse = build, shapes, parameters, sparse
+        self.make_optimizer, self.shapes, self.like, self.sparse = build, shapes, parameters, sparse
         self.steps = min(max(UPDATES // max(len(shapes), 1), FEWEST_STEPS), MOST_STEPS)
         self.draws = torch.Generator().manual_seed(0)
         self.weights = self._drawn()
@@ -222,7 +222,7 @@ class _Trial:
         for name, parameter in parameters.items():
             parameter.__dict__.update(getattr(self.like[name], "__dict__", {}))
         seed_streams("optimizer", "build")
-        optimizer = self.user_function(list(parameters.items()))
+        optimizer = self.make_optimizer(list(parameters.items()))
         if not isinstance(optimizer, Optimizer):
             raise no_optimizer(optimizer)
         return optimizer, parameters
