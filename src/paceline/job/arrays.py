@@ -34,8 +34,8 @@ class Arrays:
         """These samples as one batch, of arrays that are in memory."""
         import torch
 
-        at = torch.as_tensor(indices)
-        return _mapped(lambda tensor: tensor[at], self.tensors)
+        positions = torch.as_tensor(indices)
+        return _mapped(lambda tensor: tensor[positions], self.tensors)
 
 
 def as_arrays(value: Any, *, name: str) -> Arrays | None:

@@ -38,7 +38,7 @@ def collated(items: Sequence[Any], collate: Collate | None = None, *,
             raise TrainingError(f"sample {name} is a {kind} and not (input, target)", hint=_PAIR_HINT)
     try:
         return as_pair(default_collate([tuple(_plain(item)) if is_pair else _plain(item)
-                                      for item, is_pair in zip(items, pairs, strict=True)]))
+                                        for item, is_pair in zip(items, pairs, strict=True)]))
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise _unstacked(items, names, error) from error
 

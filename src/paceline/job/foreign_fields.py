@@ -62,9 +62,9 @@ def _advice(name: str, fields: list[str]) -> str:
     return f"it is called {meant} here" if meant.endswith("=") else meant
 
 
-def meant_precision(given: object) -> str | None:
+def meant_precision(value: object) -> str | None:
     """What another tool's name of a precision, or a dtype of torch, is called in a job."""
-    return _PRECISIONS.get(str(given).removeprefix("torch."))
+    return _PRECISIONS.get(str(value).removeprefix("torch."))
 
 
 def problems(job: Any) -> Iterator[str]:

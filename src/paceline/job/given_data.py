@@ -45,12 +45,12 @@ def settled(job: Any) -> Changes:
 
 def _of_loader(job: Any) -> Changes:
     fields = loaders.training_fields(job.data)
-    for name, given in (("sampler", job.sampler), ("batch", job.batch), ("collate", job.collate)):
-        theirs = fields.get(name)
-        if given is None or (theirs is None and name != "sampler"):
-            fields[name] = theirs if given is None else given
-        elif given != theirs:
-            shown = f"{given} and {theirs}" if name == "batch" else "two of them"
+    for name, value in (("sampler", job.sampler), ("batch", job.batch), ("collate", job.collate)):
+        loader_value = fields.get(name)
+        if value is None or (loader_value is None and name != "sampler"):
+            fields[name] = loader_value if value is None else value
+        elif value != loader_value:
+            shown = f"{value} and {loader_value}" if name == "batch" else "two of them"
             raise JobError(f"{name} is given, and data is a DataLoader that has its own: {shown}",
                            hint=f"leave {name}= out, or give data=loader.dataset")
     if fields["batch"] is None and not isinstance(fields["sampler"], DrawnGroups):
@@ -136,12 +136,12 @@ def _grouped(job: Any, groups: DrawnGroups, changes: Changes) -> Changes:
     if changes.get("drop_last", job.drop_last):
         raise JobError("drop_last leaves out a short last batch, and here a batch sampler makes the batches",
                        hint="leave drop_last= out: what the batch sampler does not draw is left out")
-    given = changes.get("batch", job.batch)
-    if isinstance(given, GroupSizes) and given.groups is groups and given.seed == job.seed:
+    batch = changes.get("batch", job.batch)
+    if isinstance(batch, GroupSizes) and batch.groups is groups and batch.seed == job.seed:
         return {}
     sizes = GroupSizes(groups, job.seed)
-    if given is not None and not isinstance(given, GroupSizes):
-        shown = "in phases" if isinstance(given, BatchSizes) else given
+    if batch is not None and not isinstance(batch, GroupSizes):
+        shown = "in phases" if isinstance(batch, BatchSizes) else batch
         raise JobError(f"batch is {shown}, and the batch sampler draws {sizes}",
                        hint="leave batch= out: each group is a step")
     return {"batch": sizes}

@@ -67,8 +67,8 @@ def _ahead(loss: Any, logits: Any, labels: Any) -> int | None:
             kept = labels[:, ahead:].flatten()
             if not bool((kept != IGNORED).any()):
                 continue
-            given = logits[:, :logits.shape[1] - ahead].flatten(0, 1)
-            mean = torch.nn.functional.cross_entropy(given.double(), kept, ignore_index=IGNORED)
+            shifted = logits[:, :logits.shape[1] - ahead].flatten(0, 1)
+            mean = torch.nn.functional.cross_entropy(shifted.double(), kept, ignore_index=IGNORED)
             if abs(float(mean) - float(loss)) <= AS_NEAR * abs(float(mean)):
                 return ahead
     return None

@@ -54,7 +54,7 @@ class NamedModels(nn.Module):
 
 
 def build_named_model(name: str, models: Mapping[str, Callable[[], Any]], followers: Mapping[str, FollowerModel],
-              seed: int) -> nn.Module:
+                      seed: int) -> nn.Module:
     """A model, or a follower as its source begins, with every parameter frozen.
 
     Raises:

@@ -40,7 +40,7 @@ class NamedOptimizers(torch.optim.Optimizer):
         """
         from paceline.runtime.optimizers.closure import requires_closure
 
-        given: dict[str, list[tuple[str, torch.nn.Parameter]]] = {name: [] for name in specs}
+        assigned: dict[str, list[tuple[str, torch.nn.Parameter]]] = {name: [] for name in specs}
         for parameter_name, p in named:
             users = [name for name, each in specs.items() if _updates(name, each, parameter_name, p)]
             if len(users) != 1:
@@ -48,13 +48,13 @@ class NamedOptimizers(torch.optim.Optimizer):
                 raise JobError(f"'{parameter_name}' is updated by {what}", hint=(
                     "each trainable parameter has one optimizer; a model that is not trained is a follower, "
                     "followers={\"teacher\": pl.frozen(build)}"))
-            given[users[0]].append((parameter_name, p))
-        idle = [name for name, pairs in given.items() if not pairs]
+            assigned[users[0]].append((parameter_name, p))
+        idle = [name for name, pairs in assigned.items() if not pairs]
         if idle and of_all:
             raise JobError(f"the optimizer '{idle[0]}' has no parameter to update",
                            hint="pl.Optimizer(build, parameters=...) says which: a model's name or a function of "
                                 "(name, parameter)")
-        members = {name: each.build(given[name]) for name, each in specs.items() if given[name]}
+        members = {name: each.build(assigned[name]) for name, each in specs.items() if assigned[name]}
         for name, member in members.items():
             if not isinstance(member, torch.optim.Optimizer):
                 raise JobError(f"optimizers['{name}'] returned {type(member).__name__} and not a torch.optim.Optimizer")
@@ -63,7 +63,7 @@ class NamedOptimizers(torch.optim.Optimizer):
                                "and ctx.update has no loss to evaluate",
                                hint="an optimizer without a closure, or a job with one model, model= and loss=")
         return cls(members, {name: each.clip for name, each in specs.items()},
-                   {name: [n for n, _ in pairs] for name, pairs in given.items()})
+                   {name: [n for n, _ in pairs] for name, pairs in assigned.items()})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for member in self.members.values():

@@ -168,10 +168,10 @@ def default_validate(job: Job) -> Callable[[Any, Any], Any]:
 
 def init_of(job: Job, name: str) -> Weights | None:
     """What a model or a follower begins with in place of the seed's weights: its own, or those of what it follows."""
-    given, follower = job.init or {}, job.followers.get(name)
-    if name not in given and follower is not None and isinstance(follower.source, str):
+    init, follower = job.init or {}, job.followers.get(name)
+    if name not in init and follower is not None and isinstance(follower.source, str):
         name = follower.source
-    return Weights.of(given[name]) if name in given else None
+    return Weights.of(init[name]) if name in init else None
 
 
 def spec(optimizer: Any) -> Optimizer:
@@ -231,9 +231,9 @@ def problems(job: Job) -> Iterator[str]:
         yield "models, optimizers and followers map names to functions, optimizers and followers"
         return
     if not job.models:
-        given = [name for name in ("optimizers", "followers", "step", "validate") if getattr(job, name)]
-        if given:
-            yield f"{' and '.join(given)} need{'s' * (len(given) == 1)} models= by name, in the place of model="
+        stated = [name for name in ("optimizers", "followers", "step", "validate") if getattr(job, name)]
+        if stated:
+            yield f"{' and '.join(stated)} need{'s' * (len(stated) == 1)} models= by name, in the place of model="
         return
     yield from _field_problems(job)
     yield from _name_problems(job)
@@ -275,10 +275,10 @@ def _init_problems(job: Job) -> Iterator[str]:
                f"{type(job.init).__name__}")
         return
     names = [*job.models, *job.followers]
-    for name, given in job.init.items():
+    for name, weights in job.init.items():
         if name not in names:
             yield f"init has weights for {name!r}: {nearest(str(name), names)}"
-        yield from (f"{name}: {problem}" for problem in Weights.of(given).problems())
+        yield from (f"{name}: {problem}" for problem in Weights.of(weights).problems())
 
 
 def _name_problems(job: Job) -> Iterator[str]:

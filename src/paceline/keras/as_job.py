@@ -199,13 +199,13 @@ def _loss_weights(model: Any) -> Any:
     return (model.get_compile_config() or {}).get("loss_weights")
 
 
-def _by_output(given: Any, outputs: Ports) -> dict[str, Any]:
+def _by_output(value: Any, outputs: Ports) -> dict[str, Any]:
     """What `compile` was given for each output: one for all, or a list or dictionary of them; None where nothing."""
-    if isinstance(given, Mapping):
-        return {name: given.get(name) for name in outputs.names}
-    if isinstance(given, list | tuple):
-        return dict(zip(outputs.names, given, strict=True))
-    return dict.fromkeys(outputs.names, given)
+    if isinstance(value, Mapping):
+        return {name: value.get(name) for name in outputs.names}
+    if isinstance(value, list | tuple):
+        return dict(zip(outputs.names, value, strict=True))
+    return dict.fromkeys(outputs.names, value)
 
 
 def _loss(loss: Any) -> Any:

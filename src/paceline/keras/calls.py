@@ -86,8 +86,8 @@ def _check_model(model: Any) -> None:
 
 def _split_plan(plan: str | Plan | None) -> Plan | None:
     """A plan that is not one of replicas alone."""
-    given = None if plan is None or plan == "auto" else Plan.read(plan)
-    return None if given is None or given == Plan.of(data=given.world_size) else given
+    requested = None if plan is None or plan == "auto" else Plan.read(plan)
+    return None if requested is None or requested == Plan.of(data=requested.world_size) else requested
 
 
 def _devices(plan: str | Plan | None, devices: str | None) -> tuple[Device, ...]:
@@ -98,14 +98,15 @@ def _devices(plan: str | Plan | None, devices: str | None) -> tuple[Device, ...]
                          "each process would train a model of its own", hint="start one process, and name the plan")
     if plan == "auto":
         raise PlanError("fit does not choose a plan", hint="plan='data=2', or pl.plan(pl.keras.job(model, x, y, ...))")
-    given = Plan.read(plan) if plan is not None else None
-    size = given.world_size if given is not None else len(Cluster.local(devices).devices) if devices is not None else 1
-    if given is not None and given != Plan.of(data=size):
-        raise PlanError(f"plan '{given}' is not one that fit knows",
-                        hint=f"plan='data={size}', or pl.train(pl.keras.job(model, x, y, ...), '{given}')")
+    requested = Plan.read(plan) if plan is not None else None
+    size = (requested.world_size if requested is not None
+            else len(Cluster.local(devices).devices) if devices is not None else 1)
+    if requested is not None and requested != Plan.of(data=size):
+        raise PlanError(f"plan '{requested}' is not one that fit knows",
+                        hint=f"plan='data={size}', or pl.train(pl.keras.job(model, x, y, ...), '{requested}')")
     cluster = Cluster.local(devices, num_ranks=size)
     if len(cluster.devices) != size:
-        raise PlanError(f"plan '{given}' needs {size} devices and devices= names {len(cluster.devices)}",
+        raise PlanError(f"plan '{requested}' needs {size} devices and devices= names {len(cluster.devices)}",
                         hint="one device a rank")
     if len({device.kind for device in cluster.devices}) > 1:
         raise PlanError(f"devices= names {devices}, and ranks compute on one kind of device", hint="devices='cuda:0-1'")

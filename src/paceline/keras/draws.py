@@ -84,8 +84,8 @@ def _randint(part: Part, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _normal(part: Part, func: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
     if size is not None:
         return _sized(2)(part, func, mean, std, size=size, **kwargs)
-    given = [value for value in (mean, std) if isinstance(value, torch.Tensor)]  # for each element
-    lengths = {value.shape[0] if value.dim() else 0 for value in given}
+    tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]  # for each element
+    lengths = {value.shape[0] if value.dim() else 0 for value in tensors}
     times = _times(part, lengths.pop()) if len(lengths) == 1 else 0
     if not times:
         return func(mean, std, **kwargs)

@@ -59,13 +59,13 @@ def train_elsewhere(data: bytes, callback: HearsEpochs) -> None:
 def _hear(connection: Connection, callback: HearsEpochs) -> None:
     while True:
         try:
-            told = receive(connection)
+            message = receive(connection)
         except EOFError:
             return
-        run, loss = _Run(told["weights"]), told["validation_loss"]
-        step, epoch = told["step"], told["epoch"]
+        run, loss = _Run(message["weights"]), message["validation_loss"]
+        step, epoch = message["step"], message["epoch"]
         callback.on_epoch(run, EpochReport(
-            epoch, step, told["samples"], told["loss"],
+            epoch, step, message["samples"], message["loss"],
             None if loss is None else EvaluationReport(step, epoch, loss)))
         send(connection, {"stop": run.reason})
 

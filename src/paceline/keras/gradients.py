@@ -116,8 +116,8 @@ def reduced(part: Part, gradients: Sequence[torch.Tensor | None], like: Sequence
     return means
 
 
-def _variables(optimizer: Any, given: Any) -> list[Any]:
-    return list(optimizer._trainable_variables if given is None else given)
+def _variables(optimizer: Any, variables: Any) -> list[Any]:
+    return list(optimizer._trainable_variables if variables is None else variables)
 
 
 def _value(variable: Any) -> torch.Tensor:

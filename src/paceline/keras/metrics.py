@@ -29,10 +29,10 @@ def patches() -> list[Patch]:
 
 
 def _updated(part: Part, original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
-    given = (list(args), kwargs)
-    if _adds_up(metric) and _is_of_samples(part, given):
+    arguments = (list(args), kwargs)
+    if _adds_up(metric) and _is_of_samples(part, arguments):
         return _summed(part, original, metric, *args, **kwargs)
-    args, kwargs = _of_whole_batch(part, given, metric)
+    args, kwargs = _of_whole_batch(part, arguments, metric)
     with computing(None):
         return original(metric, *args, **kwargs)
 
@@ -45,9 +45,9 @@ def _adds_up(metric: Any) -> bool:
         function is None or getattr(function, "__module__", "").startswith("keras.src."))
 
 
-def _is_of_samples(part: Part, given: Any) -> bool:
+def _is_of_samples(part: Part, arguments: Any) -> bool:
     """Whether every tensor that a metric is given has this rank's samples along dim 0."""
-    tensors = tensors_of(given)
+    tensors = tensors_of(arguments)
     return bool(tensors) and all(map(part.has_samples, tensors))
 
 
@@ -67,7 +67,7 @@ def _summed(part: Part, original: Any, metric: Any, *args: Any, **kwargs: Any) -
             variable.value.add_(earlier)
 
 
-def _of_whole_batch(part: Part, given: Any, metric: Any) -> Any:
+def _of_whole_batch(part: Part, arguments: Any, metric: Any) -> Any:
     """What the metric would be given by one process."""
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0:
@@ -84,7 +84,7 @@ def _of_whole_batch(part: Part, given: Any, metric: Any) -> Any:
             backend.set_keras_mask(gathered, part.gathered(mask))
         return gathered
 
-    return _counted(part, map_tensors(whole, given))
+    return _counted(part, map_tensors(whole, arguments))
 
 
 def _counted(part: Part, value: Any) -> Any:

@@ -117,11 +117,11 @@ class Ranks:
             self._versions = versions(model_variables)
         changed = {index: variable._value.data for index, (variable, before, now) in enumerate(
             zip(model_variables, self._versions, versions(model_variables), strict=True)) if before != now}
-        told = {"kind": kind, "counts": [len(cut) for cut in cuts], "order": self._orders[kind], "changed": changed,
-                "random": random_state(self.devices[0])}
+        message = {"kind": kind, "counts": [len(cut) for cut in cuts], "order": self._orders[kind], "changed": changed,
+                   "random": random_state(self.devices[0])}
         with self._failures():
             for cut, worker in zip(cuts[1:], self._workers, strict=True):
-                send(worker.connection, {**told, "batch": rows_of(batch, cut)})
+                send(worker.connection, {**message, "batch": rows_of(batch, cut)})
 
     def _start(self) -> None:
         rendezvous = self._folder / uuid.uuid4().hex

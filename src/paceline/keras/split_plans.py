@@ -48,7 +48,7 @@ def fit(model: Any, x: Any, y: Any, plan: Plan, devices: str | None, arguments: 
         warnings.warn(f"under '{plan}' metrics are not computed while the model trains: evaluate(...) computes them",
                       stacklevel=5)
     x, y, validation = _parted(x, y, arguments.get("validation_data"), arguments.get("validation_split", 0.0))
-    told = _TellsKeras(model, callbacks)
+    listener = _TellsKeras(model, callbacks)
     shuffles = arguments.get("shuffle", True)
     fields: dict[str, Any] = {
         "batch_size": arguments.get("batch_size") or 32, "epochs": epochs, "validation_data": validation,
@@ -61,14 +61,14 @@ def fit(model: Any, x: Any, y: Any, plan: Plan, devices: str | None, arguments: 
         model.stop_training = False
         callbacks.on_train_begin()
         if forks_can_use_cuda():
-            train(job(model, x, y, callbacks=[told], **fields), plan, **options)
+            train(job(model, x, y, callbacks=[listener], **fields), plan, **options)
         else:
             with on_device(model, "cpu"):
                 data = packed((job(model, x, y, **fields), plan, options))
-            train_elsewhere(data, told)
-        if not told.has_weights:
+            train_elsewhere(data, listener)
+        if not listener.has_weights:
             load(model, run)
-    callbacks.on_train_end(told.logs)
+    callbacks.on_train_end(listener.logs)
     return model.history
 
 

@@ -61,14 +61,14 @@ def body(function: JobFunction) -> TrialBody:
 
 
 def open_study(storage: BaseStorage, name: str, request: Request, *, sampler: Any, pruner: Any, seed: int, example: Job,
-                function: JobFunction, joins: bool) -> Study:
+               function: JobFunction, joins: bool) -> Study:
     """The study, made if need be."""
     known = optuna().study.get_all_study_names(storage)
     count = len(request.objectives)
     if name in known and not joins:
         raise UsageError(f"the database already has a study '{name}'", hint="--resume joins it; --study names another")
     subject = {"job": function.name, "objectives": [str(each) for each in request.objectives],
-             "fixed": {key: str(value) for key, value in request.space.fixed.items()}}
+               "fixed": {key: str(value) for key, value in request.space.fixed.items()}}
     with quiet():
         begun = optuna().create_study(
             storage=storage, study_name=name, load_if_exists=True,

@@ -158,8 +158,8 @@ class Controller:
         """Trials that a killed controller of this run folder left; they start anew with their parameters."""
         import optuna
 
-        left = [trial for trial in self._unfinished() if trial.user_attrs.get(OWNER) == self.owner]
-        return [optuna.trial.Trial(self.study, trial._trial_id) for trial in (*left, *self._abandoned())]
+        unfinished = [trial for trial in self._unfinished() if trial.user_attrs.get(OWNER) == self.owner]
+        return [optuna.trial.Trial(self.study, trial._trial_id) for trial in (*unfinished, *self._abandoned())]
 
     def _unfinished(self) -> list[optuna.trial.FrozenTrial]:
         return [trial for trial in counted(self.study) if trial.state.name == "RUNNING"]
@@ -387,19 +387,19 @@ class Controller:
             raise AllFailed(f"the first {len(first)} trials all failed; {common_cause(first)}",
                             hint=f"the logs are in {self.run_dir / 'trials'}")
 
-    def _tell(self, running: Running, state: str, told: Mapping[str, Any],
+    def _tell(self, running: Running, state: str, outcome: Mapping[str, Any],
               values: Sequence[float] | None = None) -> None:
         import optuna
 
         record = {"params": running.params, "plan": running.plan,
                   "devices": [self.pool.place(slot) for slot in running.slots],
                   "seconds": time.monotonic() - running.began_s, "steps": running.step,
-                  "figures": {**(running.predicted or {}), **running.figures}, **told}
+                  "figures": {**(running.predicted or {}), **running.figures}, **outcome}
         running.trial.set_user_attr(RECORD, record)
         self.study.tell(running.trial, values, state=optuna.trial.TrialState[state])
         self.num_done += 1
         if state == "FAIL":
-            self.failures[running.number] = told["reason"]
+            self.failures[running.number] = outcome["reason"]
         else:
             self.has_success = True
 

@@ -108,9 +108,9 @@ class StudyDisplay:
 
 def _row(running: Running, controller: Controller) -> tuple[str, ...]:
     value = running.figures.get(controller.request.objectives[0].name)
-    of = f"/{running.total_steps}" if running.total_steps else ""
+    total = f"/{running.total_steps}" if running.total_steps else ""
     return (str(running.number), running.plan or "to be planned", ", ".join(map(controller.pool.place, running.slots)),
-            f"{running.step}{of}", "" if value is None else f"{value:.5g}", settings(running.params))
+            f"{running.step}{total}", "" if value is None else f"{value:.5g}", settings(running.params))
 
 
 def settings(params: Any) -> str:

@@ -92,9 +92,9 @@ def mutated(value: Any, kind: BaseDistribution, rng: np.random.RandomState) -> A
         return others[rng.randint(len(others))]
     assert isinstance(kind, FloatDistribution | IntDistribution)
     low, high = (math.log(kind.low), math.log(kind.high)) if kind.log else (kind.low, kind.high)
-    at = math.log(value) if kind.log else value
+    position = math.log(value) if kind.log else value
     for _ in range(20):  # a step may round to where it began
-        moved = float(np.clip(at + rng.normal() * SPREAD * (high - low), low, high))
+        moved = float(np.clip(position + rng.normal() * SPREAD * (high - low), low, high))
         changed = _on_grid(math.exp(moved) if kind.log else moved, kind)
         if changed != value:
             return changed

@@ -57,7 +57,7 @@ PRUNERS: Mapping[str, Callable[[Any, int | None], Any]] = {
 _ONE_OBJECTIVE = ("cmaes", "evolution")
 
 
-def make_sampler(given: str | BaseSampler | None, *, num_objectives: int, seed: int) -> BaseSampler:
+def make_sampler(sampler: str | BaseSampler | None, *, num_objectives: int, seed: int) -> BaseSampler:
     """By default TPE.
 
     seed: differs for each part of a study that was interrupted, or the next part would draw the same again.
@@ -65,9 +65,9 @@ def make_sampler(given: str | BaseSampler | None, *, num_objectives: int, seed: 
     Raises:
         UsageError: an unknown name, one that needs a package, or that can't have several objectives.
     """
-    if given is not None and not isinstance(given, str):
-        return given
-    name = given or "tpe"
+    if sampler is not None and not isinstance(sampler, str):
+        return sampler
+    name = sampler or "tpe"
     if name not in SAMPLERS:
         raise UsageError(f"unknown sampler '{name}', {nearest(name, SAMPLERS)}")
     if num_objectives > 1 and name in _ONE_OBJECTIVE:
@@ -76,15 +76,15 @@ def make_sampler(given: str | BaseSampler | None, *, num_objectives: int, seed: 
         return SAMPLERS[name](optuna().samplers, seed)
 
 
-def make_pruner(given: str | BasePruner | None, *, num_objectives: int, evaluations: int | None) -> BasePruner:
+def make_pruner(pruner: str | BasePruner | None, *, num_objectives: int, evaluations: int | None) -> BasePruner:
     """By default the median's, with one objective; Optuna prunes by one alone.
 
     Raises:
         UsageError: an unknown name, or several objectives.
     """
-    if given is not None and not isinstance(given, str):
-        return given
-    name = given or ("median" if num_objectives == 1 else "none")
+    if pruner is not None and not isinstance(pruner, str):
+        return pruner
+    name = pruner or ("median" if num_objectives == 1 else "none")
     if name not in PRUNERS:
         raise UsageError(f"unknown pruner '{name}', {nearest(name, PRUNERS)}")
     if num_objectives > 1 and name != "none":

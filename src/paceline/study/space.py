@@ -93,17 +93,17 @@ def read(function: JobFunction, *, settings: Mapping[str, Any] = {}, vary: Mappi
         JobError: the signature contradicts itself. UsageError: settings or vary do. All that is wrong is said at once.
     """
     parameters = function.parameters()
-    given, problems = _varied(parameters, settings, vary)
-    domains, defaults, faults = dict(given), {}, []
+    varied, problems = _varied(parameters, settings, vary)
+    domains, defaults, faults = dict(varied), {}, []
     for name, (kind, default) in parameters.items():
         if name in settings:
             continue
         try:
-            domain = given.get(name) or _domain(kind)
+            domain = varied.get(name) or _domain(kind)
             if domain is None:
                 continue
             domains[name] = domain
-            if default is not inspect.Parameter.empty and (name not in given or default in domain):
+            if default is not inspect.Parameter.empty and (name not in varied or default in domain):
                 _check_default(domain, default)
                 defaults[name] = default
         except ValueError as error:

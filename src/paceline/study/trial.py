@@ -69,8 +69,8 @@ def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
     return choose
 
 
-def train(context: RankContext, job: Job, payload: Mapping[str, Any], devices: TrialDevices, line: Line) -> dict[str,
-                                                                                                               Any]:
+def train(context: RankContext, job: Job, payload: Mapping[str, Any], devices: TrialDevices,
+          line: Line) -> dict[str, Any]:
     """Train on this rank as `paceline train` would; the job's callbacks run on the first. Returns the summary, or
     {"preempted": True}."""
     from paceline.callbacks.controller import RunController, controlled
@@ -158,10 +158,10 @@ def _chosen(job: Job, devices: TrialDevices) -> tuple[Plan, Any]:
     from paceline.planner.problem import PlanningProblem
 
     first = devices.devices[0]
-    question = PlanningProblem.of(job, device=first if first.startswith("cuda") else "cpu")
+    problem = PlanningProblem.of(job, device=first if first.startswith("cuda") else "cpu")
     for count in range(1, len(devices.devices) + 1):
         cluster = Cluster.local(names_of(devices.devices[:count]), memory=devices.memory)
-        candidate = question.search(cluster).chosen
+        candidate = problem.search(cluster).chosen
         if candidate is not None:
             return candidate.plan, candidate.estimate
     raise PlanError(f"no plan of up to {len(devices.devices)} devices has the memory for this trial",

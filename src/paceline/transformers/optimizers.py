@@ -15,9 +15,10 @@ from paceline.errors import UsageError
 
 def follows_evaluations(trainer: Any) -> bool:
     """Whether the schedule is one that Trainer steps by a metric of evaluations, in its own process."""
-    given = trainer.lr_scheduler
+    scheduler = trainer.lr_scheduler
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return isinstance(given, plateau) or (given is None and trainer.args.lr_scheduler_type == "reduce_lr_on_plateau")
+    return isinstance(scheduler, plateau) or (
+        scheduler is None and trainer.args.lr_scheduler_type == "reduce_lr_on_plateau")
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class Recipe:
 def schedule_of(trainer: Any, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
     """The Trainer's learning-rate schedule of this optimizer: as `create_scheduler` makes it, or a copy of a given one.
     """
-    given = trainer.lr_scheduler
-    if given is not None and not trainer._created_lr_scheduler:
-        if type(given) is torch.optim.lr_scheduler.LambdaLR:
-            return torch.optim.lr_scheduler.LambdaLR(optimizer, given.lr_lambdas)
+    scheduler = trainer.lr_scheduler
+    if scheduler is not None and not trainer._created_lr_scheduler:
+        if type(scheduler) is torch.optim.lr_scheduler.LambdaLR:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, scheduler.lr_lambdas)
         torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, 0)  # marks the optimizer, as a copy doesn't, and else warns
-        return copy.deepcopy(given, {id(given.optimizer): optimizer})
+        return copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
     trainer.lr_scheduler = None
     try:
         return trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
     finally:
-        trainer.lr_scheduler, trainer._created_lr_scheduler = given, given is not None
+        trainer.lr_scheduler, trainer._created_lr_scheduler = scheduler, scheduler is not None

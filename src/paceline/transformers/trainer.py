@@ -74,9 +74,10 @@ class PlannedTraining(_AnyTrainer):
         self._weights_step: int | None = None
         self._counted = 0.0  # operations that ranks have told of
         self._frozen: str | None = None  # the record of weights that are in no checkpoint
-        given = options.get("args") or next((each for each in args if isinstance(each, TrainingArguments)), None)
-        if given is not None:
-            use_cpu(given)
+        training_args = options.get("args") or next(
+            (each for each in args if isinstance(each, TrainingArguments)), None)
+        if training_args is not None:
+            use_cpu(training_args)
         with cuda_left_alone():
             super().__init__(*args, **options)
         if self.args.device.type != "cpu":  # it has made them
