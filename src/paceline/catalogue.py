@@ -139,12 +139,12 @@ def fitted_on(name: str) -> tuple[str, ...]:
     return tuple(_read()["software"].get(name, {}).get("fitted_on", ()))
 
 
-def software_of(name: str, given: dict[str, Any]) -> Software:
+def software_of(name: str, stated: dict[str, Any]) -> Software:
     """A training program from the fields of the catalogue; bytes of numbers end in _bytes."""
-    formats = {f.name: given[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in given}
-    kernels = {f.name: given[f.name] for f in fields(Kernels) if f.name in given}
-    rates = {key: value for key, value in given.items()
-           if key not in ("source", "fitted_on") and key not in kernels and key.removesuffix("_bytes") not in formats}
+    formats = {f.name: stated[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in stated}
+    kernels = {f.name: stated[f.name] for f in fields(Kernels) if f.name in stated}
+    rates = {key: value for key, value in stated.items()
+             if key not in ("source", "fitted_on") and key not in kernels and key.removesuffix("_bytes") not in formats}
     return Software(name=name, kernels=Kernels(**kernels), formats=Formats(**{"activation": 2, **formats}), **rates)
 
 
@@ -176,8 +176,8 @@ def _read() -> dict[str, dict[str, Any]]:
 
 @cache
 def _listed() -> tuple[Accelerator, ...]:
-    return tuple(Accelerator(name=name, **{**given, "aliases": tuple(given.get("aliases", ()))})
-                 for name, given in _read()["accelerator"].items())
+    return tuple(Accelerator(name=name, **{**stated, "aliases": tuple(stated.get("aliases", ()))})
+                 for name, stated in _read()["accelerator"].items())
 
 
 @cache

@@ -87,7 +87,7 @@ def chosen(model: Callable[[], Any], settings: Mapping[str, Any]) -> Callable[[]
     return build
 
 
-def pick(name: str, options: Sequence[Option], given: Any) -> Option:
+def pick(name: str, options: Sequence[Option], value: Any) -> Option:
     """The option that is meant.
 
     >>> pick("block.kernel", [3, 5], "5")
@@ -97,12 +97,12 @@ def pick(name: str, options: Sequence[Option], given: Any) -> Option:
         JobError: there is none.
     """
     for option in options:
-        if option == given and type(option) is type(given):
+        if option == value and type(option) is type(value):
             return option
     for option in options:
-        if str(option).lower() == str(given).lower():
+        if str(option).lower() == str(value).lower():
             return option
-    raise JobError(f"{name}={given} must be {_listed(options)}")
+    raise JobError(f"{name}={value} must be {_listed(options)}")
 
 
 def _listed(options: Sequence[Option]) -> str:

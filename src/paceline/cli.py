@@ -242,15 +242,15 @@ def plan_(
             if value is not None and mtbf_hours is None:
                 raise UsageError(f"{option} is about failures", hint="add --mtbf-hours")
         stated = {"repair_hours": repair_hours, "checkpoint_bytes_per_s": checkpoint_rate, "calibrate_s": calibrate}
-        given: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
-        given |= {"relaxed": relaxed, "price_per_hour": price, "mtbf_hours": mtbf_hours}
+        options: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
+        options |= {"relaxed": relaxed, "price_per_hour": price, "mtbf_hours": mtbf_hours}
         if hf is not None:
             from paceline.verbs.fine_tuning import FineTuning
 
-            answer = paceline.plan(FineTuning(hf, **stated_of_model), cluster, **given)
+            answer = paceline.plan(FineTuning(hf, **stated_of_model), cluster, **options)
         else:
             assert file is not None
-            answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster, **given)
+            answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster, **options)
         if html is not None:
             page = answer.write_html(html, command=f"paceline train {file or 'JOB'}")
             typer.echo(f"page {page}", err=True)
@@ -264,8 +264,8 @@ def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, 
     with _reported():
         from paceline.verbs.scaling import check_plot
 
-        if given := [name for name, value in others.items() if value is not None]:
-            raise UsageError(f"{' and '.join(given)}: --scale ranks by time alone", hint="one of both")
+        if stated := [name for name, value in others.items() if value is not None]:
+            raise UsageError(f"{' and '.join(stated)}: --scale ranks by time alone", hint="one of both")
         if plot is not None:
             check_plot(plot)
         scaling = paceline.scale(JobFile.parse(file, _parse_settings(settings)), cluster, counts, relaxed=relaxed)
@@ -339,10 +339,10 @@ def search(
     with _reported():
         job = JobFile.parse(file)
         result = paceline.search(job, trials, objective=objectives, limits=limits or (),
-                                settings=_parse_settings(settings), vary=_parse_settings(vary, "--vary"), space=space,
-                                plan=plan, devices=devices, procs=procs, memory=memory, ray=ray, sampler=sampler,
-                                pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
-                                timeout_s=patience)
+                                 settings=_parse_settings(settings), vary=_parse_settings(vary, "--vary"), space=space,
+                                 plan=plan, devices=devices, procs=procs, memory=memory, ray=ray, sampler=sampler,
+                                 pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
+                                 timeout_s=patience)
         if html is not None:
             typer.echo(f"page {paceline.report(result.to_dict()['run'], to=html)}", err=True)
     typer.echo(_json(result.to_dict()) if as_json else table(_best_of(result.to_dict())))
@@ -409,12 +409,12 @@ def rehearse(
     as_json: Json = False,
 ) -> None:
     """Train a job undisturbed, then under faults: seconds lost, steps recomputed, samples lost, weights changed."""
-    given = {"kill": kill, "stop": stop, "slow": slow, "raise": raise_, "flip": flip, "disk_full": disk_full,
-             "preempt": preempt, "tear": tear, "kill_launcher": kill_launcher, "cut": cut}
+    texts_by_kind = {"kill": kill, "stop": stop, "slow": slow, "raise": raise_, "flip": flip, "disk_full": disk_full,
+                     "preempt": preempt, "tear": tear, "kill_launcher": kill_launcher, "cut": cut}
     with _reported():
         from paceline.launch.faults import Fault, Kind
 
-        faults = [Fault.parse(cast(Kind, kind), text) for kind, texts in given.items() for text in texts or ()]
+        faults = [Fault.parse(cast(Kind, kind), text) for kind, texts in texts_by_kind.items() for text in texts or ()]
         job = JobFile.parse(file, _parse_settings(settings))
         load_modules(OF_RUNS)
         outcome = paceline.rehearse(job, plan, faults, random=random, seed=seed, run=run, save_every=save_every,

@@ -334,10 +334,10 @@ class Cluster:
         Raises:
             ClusterError: a device doesn't exist, or a name or a size can't be read.
         """
-        for name, given, example in (("devices", devices, "'cuda:0-3' or 'cpu:0,cpu:1'"),
+        for name, value, example in (("devices", devices, "'cuda:0-3' or 'cpu:0,cpu:1'"),
                                      ("memory", memory, "'512MiB'")):
-            if given is not None and not isinstance(given, str):
-                raise ClusterError(f"{name} is text, got {given!r}", hint=f"such as {example}")
+            if value is not None and not isinstance(value, str):
+                raise ClusterError(f"{name} is text, got {value!r}", hint=f"such as {example}")
         here = _gpus()
         if devices is not None:
             named = _with_cpus(_parse_names(devices), num_cpu_ranks, devices)
@@ -363,7 +363,7 @@ class Cluster:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
         num_cpu, sharing = sum(kind == "cpu" for kind, _ in named), Counter(named)
         listed = tuple(_shared(here[i] if whole else _with_free(here[i]), sharing[kind, i]) if kind == "cuda"
-                      else _cpu(i, num_cpu) for kind, i in named)
+                       else _cpu(i, num_cpu) for kind, i in named)
         are_own_gpus = all(device.kind == "cuda" and device.num_sharing == 1 for device in listed)
         return cls(
             devices=listed if memory is None else _limited(listed, memory),

@@ -140,10 +140,10 @@ def _cores() -> _Outcome:
 def _memory() -> _Outcome:
     import psutil
 
-    machine_bytes, usable, free = psutil.virtual_memory().total, usable_memory_bytes(), free_memory_bytes()
-    limited = f", limited by a cgroup from {_gib(machine_bytes)}" if usable < machine_bytes else ""
-    detail = f"{_gib(usable)}{limited}, {_gib(free)} free"
-    if free < MIN_FREE_MEMORY_BYTES:
+    machine_bytes, usable_bytes, free_bytes = psutil.virtual_memory().total, usable_memory_bytes(), free_memory_bytes()
+    limited = f", limited by a cgroup from {_gib(machine_bytes)}" if usable_bytes < machine_bytes else ""
+    detail = f"{_gib(usable_bytes)}{limited}, {_gib(free_bytes)} free"
+    if free_bytes < MIN_FREE_MEMORY_BYTES:
         return "warn", detail, "end other programs, or raise the container's limit: a rank starts at some 0.3 GiB"
     return "ok", detail
 
@@ -152,11 +152,11 @@ def _shared_memory() -> _Outcome:
     path = Path("/dev/shm")
     if not path.is_dir():
         return "ok", f"this system has no {path}"
-    total = shutil.disk_usage(path).total
-    if total < MIN_SHARED_MEMORY_BYTES:
-        return ("warn", f"{path} has {_gib(total)}",
+    total_bytes = shutil.disk_usage(path).total
+    if total_bytes < MIN_SHARED_MEMORY_BYTES:
+        return ("warn", f"{path} has {_gib(total_bytes)}",
                 "loader workers pass batches through it: start the container with --shm-size=1g or more")
-    return "ok", f"{path} has {_gib(total)}"
+    return "ok", f"{path} has {_gib(total_bytes)}"
 
 
 def _open_files() -> _Outcome:
@@ -168,14 +168,14 @@ def _open_files() -> _Outcome:
 
 def _disk() -> _Outcome:
     folder = Path.cwd()
-    free = shutil.disk_usage(folder).free
-    detail = f"{_gib(free)} free in {folder}"
+    free_bytes = shutil.disk_usage(folder).free
+    detail = f"{_gib(free_bytes)} free in {folder}"
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"paceline")
     except OSError as error:
         return "bad", f"{folder} can't be written: {error.strerror}", "work in another folder, or give --run DIR"
-    if free < MIN_FREE_DISK_BYTES:
+    if free_bytes < MIN_FREE_DISK_BYTES:
         return "warn", detail, "checkpoints go there: make room, or give --run DIR"
     return "ok", detail
 
@@ -262,12 +262,12 @@ def _all_reduce_s(tensor: Any, *, repeats: int) -> float:
     """Median time of an all-reduce, after one that isn't counted."""
     import torch.distributed as dist
 
-    times = []
+    times_s = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         dist.all_reduce(tensor)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        times_s.append(time.perf_counter() - start)
+    return statistics.median(times_s[1:])
 
 
 def _loopback_interface() -> dict[str, str]:
@@ -284,7 +284,7 @@ def _interfaces() -> dict[str, list[str]]:
 
     states = psutil.net_if_stats()
     ipv4 = {name: [each.address for each in addresses if each.family == socket.AF_INET]
-             for name, addresses in psutil.net_if_addrs().items() if name in states and states[name].isup}
+            for name, addresses in psutil.net_if_addrs().items() if name in states and states[name].isup}
     return {name: addresses for name, addresses in ipv4.items() if addresses}
 
 

@@ -113,11 +113,12 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", text)
         if match is None:
             continue
-        of = int(match[2]), int(match[3])
+        architecture = int(match[2]), int(match[3])
         if match[4] == "a":  # of one capability alone
-            if of == capability:
+            if architecture == capability:
                 return True
-        elif (match[1] == "compute" and of <= capability) or (of[0] == capability[0] and of[1] <= capability[1]):
+        elif (match[1] == "compute" and architecture <= capability) or (
+                architecture[0] == capability[0] and architecture[1] <= capability[1]):
             return True
     return False
 
@@ -181,9 +182,10 @@ def _unknown(word: str, cards: Cards | None) -> str:
 
 def judge_memory(free: Sequence[tuple[int, int, Sequence[str]]]) -> Outcome:
     """free: bytes of each GPU that are free, its bytes, and who holds the rest, in words."""
-    shown = [f"cuda:{index} {left / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-             + (f" ({'; '.join(holders)})" if holders else "") for index, (left, total, holders) in enumerate(free)]
-    if any(left < FEW_FREE * total for left, total, _ in free):
+    shown = [f"cuda:{index} {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free"
+             + (f" ({'; '.join(holders)})" if holders else "")
+             for index, (free_bytes, total_bytes, holders) in enumerate(free)]
+    if any(free_bytes < FEW_FREE * total_bytes for free_bytes, total_bytes, _ in free):
         return ("warn", "; ".join(shown), "a run has what is free: end these processes, take other GPUs "
                 "(--devices cuda:1), or let it be smaller")
     return "ok", "; ".join(shown)
@@ -372,14 +374,14 @@ def _copy_s(first: int, other: int) -> float:
 
     source = torch.zeros(COPIED_BYTES // 4, device=f"cuda:{first}")
     target = torch.empty_like(source, device=f"cuda:{other}")
-    times = []
+    times_s = []
     for _ in range(COPIES + 1):
         began_s = time.perf_counter()
         target.copy_(source)
         torch.cuda.synchronize(first)
         torch.cuda.synchronize(other)
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times[1:])
+        times_s.append(time.perf_counter() - began_s)
+    return statistics.median(times_s[1:])
 
 
 CHECKS = {"GPU driver": check_driver, "CUDA_VISIBLE_DEVICES": check_visible, "GPU memory": check_memory,

@@ -302,8 +302,8 @@ def measured(other: int, address: str | None, port: int, token: str) -> PairLink
                 sent += len(chunk)
             there.shutdown(socket.SHUT_WR)
             there.settimeout(max(CONNECT_S, 60 * SEND_S))  # what buffers hold comes at the link's own pace
-            came = int.from_bytes(_exactly(there, 8), "big")
-            return PairLink(other, statistics.median(times_s), came / (time.perf_counter() - begin_s))
+            received_bytes = int.from_bytes(_exactly(there, 8), "big")
+            return PairLink(other, statistics.median(times_s), received_bytes / (time.perf_counter() - begin_s))
     except OSError as error:
         return PairLink(other, error=f"{error.strerror or error} at {address}:{port}")
 

@@ -112,14 +112,14 @@ def on_windows(error: BaseException) -> UsageError | None:
                       hint="use it inside WSL 2 (wsl --install), where it is Linux")
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
     """The ending of a message about an unknown name: the closest known one, then all of them.
 
     >>> nearest("shrad", ["data", "shard"])
     "did you mean 'shard'? Known: data, shard"
     """
     known = list(known)
-    close = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     if not known:
         return "none are known"
     listed = ", ".join(known)

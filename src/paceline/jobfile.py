@@ -190,18 +190,18 @@ def load(source: str, settings: Mapping[str, Any] = {}) -> Job:
 # --- Files and modules ------------------------------------------------------------------------------------------
 
 
-def _check_file(path: Path, given: str) -> None:
+def _check_file(path: Path, text: str) -> None:
     try:
         is_file = path.is_file()
     except OSError as error:  # a name that no file can have
-        raise JobError(f"can't look for the job file {given[:80]}...: {error.strerror}") from error
+        raise JobError(f"can't look for the job file {text[:80]}...: {error.strerror}") from error
     if is_file and path.suffix == ".py":
         return
     if is_file:
-        raise JobError(f"{given} is not a Python file", hint="a job is a function in a file that ends in .py")
+        raise JobError(f"{text} is not a Python file", hint="a job is a function in a file that ends in .py")
     if path.is_dir():
-        raise JobError(f"{given} is a folder", hint=_python_files(path))
-    raise JobError(f"there is no file {given}", hint=_python_files(path.parent, like=path.name))
+        raise JobError(f"{text} is a folder", hint=_python_files(path))
+    raise JobError(f"there is no file {text}", hint=_python_files(path.parent, like=path.name))
 
 
 def _python_files(folder: Path, like: str = "") -> str:
@@ -443,14 +443,14 @@ def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
     named = _parameters(function)
     kinds = {name: _kind(parameter, function) for name, parameter in named.items()}
     values, problems = {}, []
-    for name, given in settings.items():
+    for name, setting in settings.items():
         if name not in named:
             problems.append(f"unknown hyperparameter '{name}', {nearest(name, named)}")
             continue
         try:
-            values[name] = convert(given, kinds[name])
+            values[name] = convert(setting, kinds[name])
         except ValueError:
-            problems.append(f"{name}={given} must be {allowed(kinds[name])}")
+            problems.append(f"{name}={setting} must be {allowed(kinds[name])}")
     problems += [f"hyperparameter '{name}' has no default and is not set" for name, parameter in named.items()
                  if parameter.default is parameter.empty and name not in settings]
     if problems:

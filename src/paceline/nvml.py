@@ -158,7 +158,7 @@ def _holders(nvml: Any, handle: Any) -> tuple[tuple[CardProcess, ...], int]:
             else:
                 name = query(nvml.nvmlSystemGetProcessName, process.pid)
                 holders[process.pid] = CardProcess(process.pid, Path(_text(name)).name if name else "",
-                                                 process.usedGpuMemory)
+                                                   process.usedGpuMemory)
     return tuple(sorted(holders.values(), key=lambda holder: -(holder.num_bytes or 0))), own_bytes
 
 
@@ -176,7 +176,7 @@ def _card(nvml: Any, handle: Any, index: int) -> Card:
         most_pcie_lanes=query(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
         nvlinks=links, nvlink_bytes_per_s=bytes_per_s,
         ecc_errors=query(nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-                        nvml.NVML_VOLATILE_ECC),
+                         nvml.NVML_VOLATILE_ECC),
         slowed_by=tuple(why for bit, why in _SLOWED.items() if reasons & bit),
         is_persistent=None if persistence is None else persistence == 1)
 

@@ -221,7 +221,7 @@ class Plan:
         >>> str(Plan.parse("accumulate=4, shard=2 data=2"))
         'data=2 shard=2 accumulate=4'
         """
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
         if not words:
             raise PlanError("the plan is empty", hint="'single' is one device; 'data=2' is two replicas")
@@ -238,13 +238,13 @@ class Plan:
                 raise _unknown(name, [*keys(), "single", "auto"])
             if not equals or not value:
                 raise PlanError(f"plan key '{name}' needs a value", hint=f"{name}={spec.allowed}")
-            if name in given:
-                raise PlanError(f"plan key '{name}' is given twice: {given[name]} and {value}")
-            given[name] = spec.read(name, value)
-        if "single" in words and (split := [name for name in given if _counts_ranks(name) and given[name] != 1]):
+            if name in values:
+                raise PlanError(f"plan key '{name}' is given twice: {values[name]} and {value}")
+            values[name] = spec.read(name, value)
+        if "single" in words and (split := [name for name in values if _counts_ranks(name) and values[name] != 1]):
             raise PlanError(f"'single' is one device and contradicts "
-                            f"{', '.join(f'{name}={given[name]}' for name in split)}")
-        return cls.of(**given)
+                            f"{', '.join(f'{name}={values[name]}' for name in split)}")
+        return cls.of(**values)
 
     @classmethod
     def of(cls, **values: Any) -> Plan:
@@ -252,14 +252,14 @@ class Plan:
         for name in values:
             if key(name) is None:
                 raise _unknown(name, list(keys()))
-        given: Mapping[str, Any] = values
+        completed: Mapping[str, Any] = values
         for plan_keys in BUILT_IN:
-            given = plan_keys.complete(given)
+            completed = plan_keys.complete(completed)
         fields: dict[object, dict[str, Any]] = {record: {} for record in (*get_args(Record), *_SYNC_OF.values())}
-        for name in given.keys() & KEYS.keys():
-            fields[_SYNC_OF.get(name, KEYS[name].record)][name] = given[name]
+        for name in completed.keys() & KEYS.keys():
+            fields[_SYNC_OF.get(name, KEYS[name].record)][name] = completed[name]
         sync = next((kind(**fields[kind]) for kind in _SYNC_OF.values() if fields[kind]), AllReduce())
-        axes = Axes(others=_others(given), **fields["axes"])
+        axes = Axes(others=_others(completed), **fields["axes"])
         return cls(axes, sync, Schedule(**fields["schedule"]), Modifiers(**fields["modifiers"]))
 
     @classmethod

@@ -72,8 +72,8 @@ class DecoderSize:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence")}
-        if wrong := [f"{name}={value}" for name, value in given.items() if value < 1]:
+        figures = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence")}
+        if wrong := [f"{name}={value}" for name, value in figures.items() if value < 1]:
             raise JobError(f"a decoder of {', '.join(wrong)}", hint="every size is at least 1")
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)

@@ -38,24 +38,24 @@ def plain(value: Any) -> Any:
             "fields": {f.name: plain(getattr(value, f.name)) for f in fields(kind) if f.init}}
 
 
-def value_of(told: Any) -> Any:
+def value_of(document: Any) -> Any:
     """The value that was made plain.
 
     >>> value_of(plain({"a": (1, [2.5])}))
     {'a': (1, [2.5])}
     """
-    if isinstance(told, list):
-        return [value_of(each) for each in told]
-    if not isinstance(told, dict):
-        return told
-    if "tuple" in told:
-        return tuple(value_of(each) for each in told["tuple"])
-    if "mapping" in told:
-        return {value_of(key): value_of(each) for key, each in told["mapping"]}
-    module, name = told["kind"]
+    if isinstance(document, list):
+        return [value_of(each) for each in document]
+    if not isinstance(document, dict):
+        return document
+    if "tuple" in document:
+        return tuple(value_of(each) for each in document["tuple"])
+    if "mapping" in document:
+        return {value_of(key): value_of(each) for key, each in document["mapping"]}
+    module, name = document["kind"]
     if module.partition(".")[0] != _PACKAGE:
         raise ValueError(f"{module} is not of this package")
     make = getattr(importlib.import_module(module), name)
     if not (isinstance(make, type) and is_dataclass(make)):
         raise ValueError(f"{module}.{name} is no dataclass")
-    return make(**{key: value_of(each) for key, each in told["fields"].items()})
+    return make(**{key: value_of(each) for key, each in document["fields"].items()})

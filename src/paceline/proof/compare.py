@@ -410,14 +410,14 @@ def _most(ranks: list[dict[str, Any]], kind: str) -> float:
 
 def _sample_difference(expected: list[float | None], ranks: list[dict[str, Any]], step: int) -> str | None:
     """Which rank was fed other samples than its replica's part of the window. Replicas take theirs in order."""
-    at = step - ranks[0]["first_step"]
+    index = step - ranks[0]["first_step"]
     starts, start = {}, 0
     for rank in sorted(ranks, key=lambda rank: rank["replica"]):
         if rank["replica"] not in starts:
             starts[rank["replica"]] = start
-            start += len(rank["marks"][at])
+            start += len(rank["marks"][index])
     for number, rank in enumerate(ranks):
-        first, marks = starts[rank["replica"]], rank["marks"][at]
+        first, marks = starts[rank["replica"]], rank["marks"][index]
         expected_marks = expected[first:first + len(marks)]
         if len(expected_marks) < len(marks) or not all(map(_same_mark, marks, expected_marks)):
             return f"rank {number} was fed other samples in step {step + 1} than its part of the global batch"

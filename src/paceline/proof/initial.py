@@ -44,9 +44,9 @@ def _has_ties(model: torch.nn.Module) -> bool:
 
 
 def _state_of(init: Weights) -> Mapping[str, torch.Tensor]:
-    given = init.source
-    if isinstance(given, str) or hasattr(given, "__fspath__"):
-        path = Path(given).expanduser()
+    origin = init.source
+    if isinstance(origin, str) or hasattr(origin, "__fspath__"):
+        path = Path(origin).expanduser()
         if path.is_file():
             return load_file(path)
         if (path / "model.safetensors").is_file():

@@ -19,7 +19,8 @@ def kept_rows(run: PlainRun, batch: MicroBatch) -> str | None:
     """
     before = run.attributes
     attributes = {name: value.detach().clone() for name, value in tensor_attributes(run.model)
-            if not is_like_a_buffer(before.values.get(name), value) and not is_same(value, before.values.get(name))}
+                  if not is_like_a_buffer(before.values.get(name), value)
+                  and not is_same(value, before.values.get(name))}
     if not attributes or batch.samples < 2:
         return None
     later = _outputs(run, batch)

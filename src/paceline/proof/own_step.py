@@ -52,7 +52,7 @@ class PlainStep:
         self.number, self.in_loss, self.loss = 0, False, 0.0
         self.gradients: dict[str, torch.Tensor] = {}
         self._buffers = _BuffersOfReplicas(models, [sum(p.samples for p in replica) / self.samples
-                                                   for replica in replicas])
+                                                    for replica in replicas])
 
     def take(self) -> None:
         """The step, and then the followers."""

@@ -242,7 +242,7 @@ def _coupling(job: Job, *, steps: int) -> Problem | None:
 
 def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> Problem:
     """The layer behind it, if one can be seen: the first whose output for some samples depends on the others."""
-    whole, repeated, part = (_outputs(job, model, given) for given in (batch, batch, cut_batch(batch, 2)[0]))
+    whole, repeated, part = (_outputs(job, model, inputs) for inputs in (batch, batch, cut_batch(batch, 2)[0]))
     changing = _first_difference(job, model, whole, repeated, batch.samples)
     if changing is not None:
         kind = type(model.get_submodule(changing)).__name__

@@ -219,7 +219,7 @@ def _vary(run: PlainRun, plain: PlainFigures, spreads: list[Kinds]) -> None:
         for kind in ALL_KINDS:
             tensors = record.tensors(kind)
             widen(spreads[step][kind], {name: distance(tensor, tensors.get(name))
-                                         for name, tensor in load_kind(folder, kind, step).items()})
+                                        for name, tensor in load_kind(folder, kind, step).items()})
     moved = run.evaluate(plain.evaluation) if plain.figures else {}
     widen(spreads[-1]["evaluation"], {name: abs(moved[name] - value) for name, value in plain.figures.items()})
 
@@ -455,6 +455,6 @@ class Dtypes(TorchDispatchMode):
             return result
         self.rounds_to_tf32 |= rounds_to_tf32(func, result, self.tf32)
         self.dtypes |= {leaf.dtype for leaf in tree_leaves(result)
-                       if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim
-                       and leaf.itemsize > 1}
+                        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim
+                        and leaf.itemsize > 1}
         return result

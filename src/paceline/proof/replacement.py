@@ -184,24 +184,24 @@ def _pair_of_call(call: ast.Call, names: dict[str, Any]) -> Pair | None:
             return parts[0], _count(parts[1])
         return _method(parts[0], "sum"), _method(parts[0], "numel")
     function = _value(call.func, names)
-    given = {word.arg: word.value for word in call.keywords if word.arg}
+    keywords = {word.arg: word.value for word in call.keywords if word.arg}
     if type(function) in _CRITERIA:
         name, attributes = _CRITERIA[type(function)]
         for key in attributes:
             if (setting := getattr(function, key)) is not None and not _is_default(key, setting):
-                given[key] = (ast.Attribute(call.func, key, ast.Load()) if isinstance(setting, torch.Tensor)
-                              else ast.Constant(setting))
+                keywords[key] = (ast.Attribute(call.func, key, ast.Load()) if isinstance(setting, torch.Tensor)
+                                 else ast.Constant(setting))
         call = ast.Call(ast.Attribute(ast.Name("F", ast.Load()), name, ast.Load()), call.args, [])
         function = getattr(F, name)
-    summed = {**{key: word for key, word in given.items() if key not in ("reduction", "size_average", "reduce")},
+    summed = {**{key: word for key, word in keywords.items() if key not in ("reduction", "size_average", "reduce")},
               "reduction": ast.Constant("sum")}
     total = ast.Call(call.func, call.args, [ast.keyword(key, word) for key, word in summed.items()])
     if function in _ELEMENTWISE and call.args:
         return total, _method(call.args[0], "numel")
-    if function in _COUNTED and (len(call.args) > 1 or "target" in given):
-        target = call.args[1] if len(call.args) > 1 else given["target"]
-        weight = call.args[2] if len(call.args) > 2 else given.get("weight")
-        ignored = given.get("ignore_index", ast.Constant(_COUNTED[function]))
+    if function in _COUNTED and (len(call.args) > 1 or "target" in keywords):
+        target = call.args[1] if len(call.args) > 1 else keywords["target"]
+        weight = call.args[2] if len(call.args) > 2 else keywords.get("weight")
+        ignored = keywords.get("ignore_index", ast.Constant(_COUNTED[function]))
         kept = ast.Compare(target, [ast.NotEq()], [ignored])
         if weight is None or (isinstance(weight, ast.Constant) and weight.value is None):
             return total, ast.Call(ast.Attribute(kept, "sum", ast.Load()), [], [])

@@ -19,9 +19,10 @@ INK, GRID = "#010203", "#010204"
 SERIES = ("#010205", "#010206", "#010207", "#010208", "#010209", "#01020a", "#01020b", "#01020c")
 _VARIABLES = {INK: "--ink", GRID: "--grid", **{colour: f"--series-{place}" for place, colour in enumerate(SERIES)}}
 _STYLE: Any = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.color": INK,
-          "axes.edgecolor": GRID, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": GRID,
-          "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 8,
-          "svg.hashsalt": "paceline", "text.parse_math": False}  # a metric's name may hold a dollar
+               "axes.edgecolor": GRID, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+               "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+               "legend.fontsize": 8,
+               "svg.hashsalt": "paceline", "text.parse_math": False}  # a metric's name may hold a dollar
 
 Line = tuple[Sequence[float], Sequence[float | None]]
 

@@ -140,7 +140,7 @@ class _Books:
             if named:
                 message += f" (indices {', '.join(map(str, named))}{', ...' if len(positions) > NAMED else ''})"
         self.findings.append(AuditFinding(kind, message, tuple(map(_name, updates)), epoch,
-                                     (positions.start, positions.stop) if positions is not None else None, named))
+                                          (positions.start, positions.stop) if positions is not None else None, named))
 
     @property
     def _order(self) -> Launch:

@@ -43,7 +43,7 @@ TIMEOUT_S = 300.0  # without a sign of life, as while a block is compiled
 
 
 def calibrate_best(plans: RankedPlans, run: Callable[[Plan, float], Calibration], *, budget_s: float,
-                  worth: float = math.inf) -> RankedPlans:
+                   worth: float = math.inf) -> RankedPlans:
     """Calibrate the plan that looks best, correct all others by it, and again, until the best one was itself
     calibrated; then one plan of each other kind, those first that look fast; then those of a kind that have many more
     or fewer micro-batches.
@@ -135,7 +135,7 @@ def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Cali
     trial = _tried(job, cluster, plan, min(MOST_STEPS, max(fewest, round(turn_s / expected_s))), in_turns=is_late)
     if len(trial.pairs) < WARM_UP_PAIRS + FEWEST_PAIRS:
         return Calibration(trial.step_s, trial.peak_memory_bytes,
-                         max(0.0, trial.wall_s - trial.num_steps * trial.step_s))
+                           max(0.0, trial.wall_s - trial.num_steps * trial.step_s))
     warm = list(trial.pairs[WARM_UP_PAIRS:])
     room = round(MOST_IN_TURNS_S / (2 * trial.step_s)) - len(warm)
     if (more := min(more_pairs(warm), room)) > 0:

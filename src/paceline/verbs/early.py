@@ -91,10 +91,10 @@ def _initial(job: Job) -> Iterator[tuple[str, Weights]]:
     from paceline.job.own_step import init_of
     from paceline.job.pretrained import Weights
 
-    given: Iterator[tuple[str, Any]] = (
+    sources: Iterator[tuple[str, Any]] = (
         ((name, init_of(job, name)) for name in (*job.models, *job.followers)) if job.models
         else iter([("", None if job.init is None else Weights.of(job.init))]))
-    return ((name, weights) for name, weights in given if weights is not None and not callable(weights.source))
+    return ((name, weights) for name, weights in sources if weights is not None and not callable(weights.source))
 
 
 def _step(job: Job, plan: Plan) -> None:

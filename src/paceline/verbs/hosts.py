@@ -38,13 +38,13 @@ def train_on_hosts(place: Host, plan: str | Plan | None, train: Callable[..., An
     from paceline.launch.elastic import run_host
     from paceline.launch.meeting import MeetingPlace
 
-    given = None if plan is None or is_auto(plan) else Plan.read(plan)
-    num_ranks = place.ranks(given.world_size if given is not None else procs, len(gpus()))
+    settled = None if plan is None or is_auto(plan) else Plan.read(plan)
+    num_ranks = place.ranks(settled.world_size if settled is not None else procs, len(gpus()))
     least = place.least_hosts or place.num_hosts
-    plans = {count * num_ranks: given and resized(given, count * num_ranks)
+    plans = {count * num_ranks: settled and resized(settled, count * num_ranks)
              for count in range(least, place.num_hosts + 1)}
     for count in range(least, place.num_hosts):
-        if given is not None and place.index == 0:
+        if settled is not None and place.index == 0:
             print(f"with {count} of {place.num_hosts} hosts the plan will be {plans[count * num_ranks]}",
                   file=sys.stderr, flush=True)
 
@@ -56,6 +56,6 @@ def train_on_hosts(place: Host, plan: str | Plan | None, train: Callable[..., An
         run_host(meeting, num_ranks, body, patience_s=patience_s, restarts=RESTARTS if restarts is None else restarts)
     except RankFailed as failed:
         if meeting.is_kept_here:
-            folder.write_failure(Path(run), str(given), failed)
+            folder.write_failure(Path(run), str(settled), failed)
         raise
     return folder.read_summary(Path(run)) if meeting.is_kept_here else None

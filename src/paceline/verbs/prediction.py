@@ -210,11 +210,12 @@ def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
 
 
 def _memory_miss(figures: Mapping[str, Any]) -> str:
-    predicted, took = figures["predicted"]["peak_memory_bytes"], figures["peak_memory_bytes"]
-    if predicted is None or took is None or abs(predicted - took) <= max(MEMORY_SPREAD * took, SMALL_BYTES):
+    predicted_bytes, measured_bytes = figures["predicted"]["peak_memory_bytes"], figures["peak_memory_bytes"]
+    if predicted_bytes is None or measured_bytes is None or abs(predicted_bytes - measured_bytes) <= max(
+            MEMORY_SPREAD * measured_bytes, SMALL_BYTES):
         return ""
-    return (f"a rank needed {took / 2**20:,.0f} MiB and {predicted / 2**20:,.0f} MiB were predicted: "
-            + ("tensors that no operator of the model shows, or holes in the heap" if took > predicted
+    return (f"a rank needed {measured_bytes / 2**20:,.0f} MiB and {predicted_bytes / 2**20:,.0f} MiB were predicted: "
+            + ("tensors that no operator of the model shows, or holes in the heap" if measured_bytes > predicted_bytes
                else "the heap has fewer holes than most have"))
 
 

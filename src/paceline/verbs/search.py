@@ -100,8 +100,8 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
     with (folder.claimed(folder.writable(run_dir)), site.open(run_dir) as pool,
           opened(storage, run_dir) as database):
         begun = open_study(database, study or run_dir.resolve().name, request, sampler=sampler,
-                             pruner=pruner, seed=seed, example=example, function=function,
-                             joins=resume or storage is not None)
+                           pruner=pruner, seed=seed, example=example, function=function,
+                           joins=resume or storage is not None)
         return _run(begun, pool, request, run_dir, example, is_shared=storage is not None)
 
 
@@ -233,7 +233,7 @@ def _write(study: Any, request: Request, run_dir: Path, *, final: bool) -> dict[
     from paceline.runtime.checkpoint.write import write_json
 
     document = report.document(study, objectives=request.objectives, source=request.source, fixed=request.space.fixed,
-                            final=final)
+                               final=final)
     write_json(run_dir / report.STUDY, document)
     if document["best"] is not None:
         write_json(run_dir / report.BEST, document["best"])

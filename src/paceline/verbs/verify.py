@@ -272,7 +272,7 @@ def _certificates(proof: Proof, plans: Sequence[Plan], reference: dict[str, Any]
             yield Certificate(str(plan), (), f"the order of data is not the documented one: {reference['order']}")
             continue
         certificate = _certify(proof, plan, reference, number=number, asked_for=asked_for,
-                         checkpoint=checkpoint if number in hops else None)
+                               checkpoint=checkpoint if number in hops else None)
         if certificate.passed and proof.saved_step:
             checkpoint = (str(plan), proof.folder / RUNS / str(number))
         yield certificate
@@ -339,8 +339,8 @@ class _Trial:
             certificate = replace(self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled))
         elif problem is not None or any(each["overflow"] for each in figures.values()):
             certificate = self._uncoupled({precision: (each, folders[precision]) if each["overflow"] else
-                                     (self.proof.figures[precision], whole[precision])
-                                     for precision, each in figures.items()}, problem)
+                                           (self.proof.figures[precision], whole[precision])
+                                           for precision, each in figures.items()}, problem)
         return replace(certificate, overflow=_overflow(figures))
 
     def _uncoupled(self, against: dict[Precision, tuple[dict[str, Any], Path]], problem: Any) -> Certificate:
