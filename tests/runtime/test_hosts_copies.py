@@ -128,6 +128,16 @@ def test_parts_of_two_starts_are_not_put_together(hosts: list[HostCopies], tmp_p
     assert newest(hosts[:2], tmp_path) is None and len(said) == 2
 
 
+def test_copies_of_a_rank_that_differ_are_passed_over(hosts: list[HostCopies], tmp_path: Path, said: list[str]):
+    """Its own and that of its neighbour, which is read where the rank's host is lost."""
+    for rank, host in enumerate(hosts):
+        copy(host, {"shard": 3}, rank, 4)
+        copy(host, {"shard": 3}, (rank - 1) % 3, 4, slot=1, flip=rank == 2)
+    assert newest(hosts, tmp_path) is None
+    assert said == ["the copies in memory of step 4 are passed over: "
+                    "two hosts have copies of rank 1's state that differ"]
+
+
 def test_replicas_that_differ_are_passed_over(hosts: list[HostCopies], tmp_path: Path, said: list[str]):
     for rank, host in enumerate(hosts):
         copy(host, {"data": 3}, rank, 4, flip=rank == 1)

@@ -310,7 +310,8 @@ def _fault(memory: _Memory, point: _RestartPoint) -> str | None:
     rows: dict[str, dict[int, str]] = {}
     for entry in entries:
         for name, digest in entry.prints.items():
-            rows.setdefault(name, {})[entry.rank] = digest
+            if rows.setdefault(name, {}).setdefault(entry.rank, digest) != digest:
+                return f"two hosts have copies of rank {entry.rank}'s state that differ"
     for of_replicas in rows.values():
         if len(set(of_replicas.values())) > 1:
             return f"the state {who_differs(list(of_replicas), list(of_replicas.values()))}"

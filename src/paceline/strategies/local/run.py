@@ -203,11 +203,13 @@ class OuterSync:
         with torch.no_grad():
             for fragment in self.fragments:
                 fragment.take_over(0.0)
-        yield
-        with torch.no_grad():
-            for fragment, weights in zip(self.fragments, local_weights, strict=True):
-                for name, p in fragment.parameters.items():
-                    p.copy_(weights[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for fragment, weights in zip(self.fragments, local_weights, strict=True):
+                    for name, p in fragment.parameters.items():
+                        p.copy_(weights[name])
 
     def _meet(self, leaving: list[int]) -> tuple[SyncedFigures, list[float]]:
         """What all replicas did since the last meeting, and this one's weight in each of the fragments.

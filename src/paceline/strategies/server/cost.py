@@ -16,7 +16,7 @@ from paceline.profile.profile import Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, CollectiveName, Compute, Event
 from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
 from paceline.strategies.server.keys import Servers
-from paceline.strategies.server.shards import CHUNKS
+from paceline.strategies.server.shards import BYTES_BEFORE_BF16, CHUNKS
 
 # Reading a gradient from the wire, adding it, and writing the weights to the wire: what a server's memory moves for
 # each byte that a worker sends, beside the optimizer's own passes.
@@ -27,9 +27,9 @@ PUSHED, PULLED, WEIGHTS = "pushed", "pulled", "weights"
 def enter(step: Step) -> Hooks:
     sync = step.plan.sync
     assert isinstance(sync, Servers)
-    wire = 0.5 if step.plan.modifiers.compress == "bf16" else 1.0
     is_stale = sync.staleness != 0
-    sent_bytes = {p.name: p.gradient_bytes * wire for p in step.profile.parameters if p.trainable}
+    sent_bytes = {p.name: p.gradient_bytes * sent_part(p.dtype, step.plan.modifiers.compress)
+                  for p in step.profile.parameters if p.trainable}
     all_bytes = sum(sent_bytes[p.name] * p.count for p in step.profile.parameters if p.trainable)
     beside = step.software.overlaps or is_stale
 
@@ -59,6 +59,15 @@ def enter(step: Step) -> Hooks:
         yield Compute(moved_bytes=SERVER_PASSES * sync.workers * all_bytes / sync.server, part="optimizer")
 
     return {"start": start, "after_backward": after_backward, "finish": finish}
+
+
+def sent_part(dtype: str, compress: str) -> float:
+    """Bytes that are sent for a byte of a tensor.
+
+    >>> sent_part("float32", "none"), sent_part("float32", "bf16"), sent_part("float64", "bf16")
+    (1.0, 0.5, 0.25)
+    """
+    return 2 / BYTES_BEFORE_BF16[dtype] if compress == "bf16" and dtype in BYTES_BEFORE_BF16 else 1.0
 
 
 def server_ledger(profile: Profile, plan: Plan) -> dict[str, int]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 from paceline.errors import PlanError
 
+BYTES_BEFORE_BF16 = {"float32": 4, "float64": 8}  # of what compress=bf16 sends as bfloat16
 # One message has a sixteenth of what a server holds within these bounds: large enough that Python's work for it (50 us)
 # is a tenth of its time on a fast link, small enough that the first leaves early in a backward and the last one, which
 # nothing hides, is short.
@@ -194,6 +195,15 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, compress:
                  table.shape[0] * (k + 1) // num_servers) for table in tables)) for k, slices in enumerate(ordered))
 
 
+def wire_format(dtype: str, item_bytes: int, compress: str) -> tuple[str, int]:
+    """In which dtype an element of a tensor is sent, and its bytes there.
+
+    >>> wire_format("float64", 8, "bf16"), wire_format("float16", 2, "bf16"), wire_format("float64", 8, "none")
+    (('bfloat16', 2), ('float16', 2), ('float64', 8))
+    """
+    return ("bfloat16", 2) if compress == "bf16" and dtype in BYTES_BEFORE_BF16 else (dtype, item_bytes)
+
+
 def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut each dtype's memory into runs of at most so many bytes; in the order in which they are complete."""
     chunks: list[tuple[int, Chunk]] = []
@@ -201,8 +211,7 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
     for dtype, optimizer in dict.fromkeys((part.dtype, part.optimizer) for part in slices):
         alike = [(number, part) for number, part in enumerate(slices)
                  if (part.dtype, part.optimizer) == (dtype, optimizer)]
-        is_cut = compress == "bf16" and dtype in ("float32", "float64")
-        wire_dtype, item_bytes = ("bfloat16", 2) if is_cut else (dtype, alike[0][1].item_bytes)
+        wire_dtype, item_bytes = wire_format(dtype, alike[0][1].item_bytes, compress)
         most = max(1, chunk_bytes // item_bytes)
         start, used = starts[dtype], 0
         spans: list[ChunkSpan] = []
