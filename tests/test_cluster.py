@@ -158,37 +158,58 @@ def test_a_cgroup_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert usable_cores() == cores
 
 
-@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+V2, V1 = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def limit_memory(folder: Path, names: tuple[str, str, str], limit: str, used: int = 0) -> None:
+    """Of what is used, 300 bytes are files in the cache."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{names[2]}inactive_file 100\n{names[2]}active_file 200\n")
+
+
+@pytest.mark.parametrize(("root", "names"), [("", V2), ("memory", V1)])
 @pytest.mark.parametrize(("limit", "is_limited"), [("4096", True), ("max", False), (str(2**62), False)])
 def test_a_cgroup_limits_the_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, limit: str, is_limited: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str, names: tuple[str, str, str], limit: str,
+    is_limited: bool
 ):
-    """The smaller of the machine's memory and the container's is what ranks may use."""
+    """The smaller of the machine's memory and the container's is what ranks may use. What files in the cache take is
+    free."""
     monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(f"{limit}\n")
+    limit_memory(tmp_path / root, names, limit, used=1300)
     assert usable_memory_bytes() == (4096 if is_limited else psutil.virtual_memory().total)
+    free = psutil.virtual_memory().available
+    assert free_memory_bytes() == (3096 if is_limited else pytest.approx(free, rel=0.5))
+    limit_memory(tmp_path / root, names, limit, used=9000)
+    assert free_memory_bytes() == (0 if is_limited else pytest.approx(free, rel=0.5))
 
 
-@pytest.mark.parametrize(("limit", "used", "cached"), [
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-])
-def test_a_cgroup_limits_what_is_free(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, used: str, cached: str
+@pytest.mark.parametrize(("root", "names", "own"), [
+    ("", V2, "0::/jobs/one/step\n"), ("memory", V1, "9:cpu:/\n4:hugetlb,memory:/jobs/one/step\n0::/\n")])
+def test_the_least_limit_of_all_cgroups_around_a_process_holds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str, names: tuple[str, str, str], own: str
 ):
-    """What the container uses is taken from its limit, but for files that its memory holds."""
+    """Schedulers limit a job, and not the root that a container sees."""
     monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
-    machine = psutil.virtual_memory().available
-    assert free_memory_bytes() == pytest.approx(machine, rel=0.5)
-    (tmp_path / limit).parent.mkdir(exist_ok=True)
-    (tmp_path / used).write_text("3000\n")
-    (tmp_path / limit).with_name("memory.stat").write_text(f"anon 2000\n{cached} 500\n")
-    for text, expected in (("4096\n", 1596), ("1000\n", 0)):
-        (tmp_path / limit).write_text(text)
-        assert free_memory_bytes() == expected
-    (tmp_path / limit).write_text("max\n")
-    assert free_memory_bytes() == pytest.approx(machine, rel=0.5)
+    monkeypatch.setattr(cluster, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(own)
+    limit_memory(tmp_path / root / "jobs" / "one", names, "5000", used=1300)
+    limit_memory(tmp_path / root / "jobs", names, "8000", used=7300)
+    limit_memory(tmp_path / root / "jobs" / "other", names, "10")
+    assert usable_memory_bytes() == 5000 and free_memory_bytes() == 1000
+
+
+def test_a_job_s_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(cluster.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cluster, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/jobs/one\n")
+    (tmp_path / "jobs" / "one").mkdir(parents=True)
+    (tmp_path / "jobs" / "cpu.max").write_text("200000 100000\n")
+    (tmp_path / "jobs" / "one" / "cpu.max").write_text("max 100000\n")
+    assert usable_cores() == 2
 
 
 @pytest.mark.usefixtures("cpus")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, overload
 
 from paceline.accelerators import CONTEXT_BYTES, KERNEL_BYTES, cards, gpus, refusal, room, unusable
@@ -30,7 +30,7 @@ UNKNOWN_LINK = "pcie3"  # between GPUs of which nobody says how they are wired
 FREE_STEP_BYTES = 256 * 2**20  # in which a GPU's free memory is counted
 
 HOSTS_HERE = "PACELINE_HOSTS_HERE"  # how many hosts of a run are containers of this machine
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,11 +408,14 @@ _NAMING = "devices are named cpu:0,cpu:1 or cuda:0-3; 4xcuda:0 is four ranks tha
 def usable_cores() -> int:
     """Cores this process and its ranks may use together: the machine's, or less by affinity or a cgroup's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return allowed
-    return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
+    for folder in _cgroups(_CGROUP, ""):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if quota != "max":
+            allowed = max(1, min(allowed, int(quota) // int(period)))
+    return allowed
 
 
 def threads_of_a_rank(num_ranks: int) -> int:
@@ -431,15 +434,7 @@ def usable_memory_bytes() -> int:
     """Memory this process and its ranks may use together: the machine's, or less where a cgroup limits it."""
     import psutil
 
-    limits = [psutil.virtual_memory().total]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (_CGROUP / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits)
+    return min([psutil.virtual_memory().total, *(limit_bytes for limit_bytes, _ in _memory_limits())])
 
 
 def free_memory_bytes() -> int:
@@ -447,19 +442,42 @@ def free_memory_bytes() -> int:
     system would take back from its cache of files counts as free."""
     import psutil
 
-    free_bytes = [psutil.virtual_memory().available]
-    for limit, used, cached in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file")):
-        try:
-            limit_text = (_CGROUP / limit).read_text().strip()
-            used_bytes = int((_CGROUP / used).read_text())
-            statistics = dict(map(str.split, (_CGROUP / limit).with_name("memory.stat").read_text().splitlines()))
-        except OSError:
-            continue
-        if limit_text.isdigit():
-            free_bytes.append(int(limit_text) - used_bytes + int(statistics.get(cached, 0)))
-    return max(0, min(free_bytes))
+    return max(0, min([psutil.virtual_memory().available, *(
+        limit_bytes - used_bytes for limit_bytes, used_bytes in _memory_limits())]))
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each cgroup that this process is in and that has a limit; files in the cache are not
+    counted."""
+    for root, controller, limit, used, prefix in (
+            (_CGROUP, "", "memory.max", "memory.current", ""),
+            (_CGROUP / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")):
+        for folder in _cgroups(root, controller):
+            try:
+                limit_text = (folder / limit).read_text().strip()
+                used_bytes = int((folder / used).read_text())
+                statistics = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+            except OSError:
+                continue
+            if limit_text.isdigit():
+                yield int(limit_text), used_bytes - sum(
+                    int(statistics.get(prefix + kind, 0)) for kind in ("inactive_file", "active_file"))
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of the cgroups that this process is in, from its own to the root, as far as they can be seen.
+
+    controller: of cgroups of version 1; "" for version 2.
+    """
+    try:
+        lines = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()]
+    except OSError:  # not Linux
+        lines = []
+    for _, controllers, path in lines:
+        if controllers.split(",").count(controller):
+            place = PurePosixPath(path.lstrip("/"))
+            yield from (root / parent for parent in (place, *place.parents) if str(parent) not in ("", "."))
+    yield root
 
 
 def _asked(devices: str) -> str:

@@ -7,7 +7,7 @@ can take longer than that. Whoever does it says after each part that it came fur
         file.write(part)
         long_work.advanced()
 
-What stops on its way says nothing, and is found.
+Work that stops gives no sign, so the watch finds it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from paceline.waiting import waiting
+
 
 class LongWork:
-    """What this process's main thread says of its work. Other threads are not heard, as it may hang meanwhile.
+    """What this process's main thread says of its work. Other threads are heard while it waits alone: else it may hang
+    meanwhile.
 
     tell: called after each part.
     """
@@ -27,7 +30,8 @@ class LongWork:
 
     def advanced(self) -> None:
         """A part is done."""
-        if threading.current_thread() is threading.main_thread():
+        main = threading.main_thread()
+        if threading.current_thread() is main or main.ident in waiting:
             self.tell()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.launch import signals
+from paceline.waiting import waiting
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from paceline.launch.host_copies import HostCopies
     from paceline.launch.messages import Line
     from paceline.launch.state_copies import StateCopies
+
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05  # between looks for another rank's word; doubled after each
 
 
 @dataclass
@@ -81,6 +86,20 @@ class RankContext:
         self.board.write(self.slot, self.step, phase)
         if self.faults is not None:
             self.faults.strike(self.step, phase)
+
+    def hear(self, key: str, phase: str) -> bytes:
+        """What another rank leaves under a key of the store, however long that takes.
+
+        This rank gives signs of life meanwhile. If the other one hangs, it gives none.
+        """
+        store, pause_s = self.store, _FIRST_LOOK_S
+        assert store is not None
+        with waiting:
+            while not store.check([key]):
+                self.beat(phase)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_LOOK_S)
+        return bytes(store.get(key))
 
     def note_verb(self, step: int, verb: str) -> None:
         """A verb of a step of one's own begins; step: counted from 1."""

@@ -17,7 +17,6 @@ from paceline.waiting import waiting
 
 Answer = dict[str, Any]  # `Requests`, as a mapping; "callbacks": their state, where it was asked for
 _TELL_EVERY_S = 0.05
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05  # between looks for rank 0's word; doubled after each
 
 
 @dataclass
@@ -156,12 +155,5 @@ class RunControl:
             self.context.store.set(self._key(), json.dumps(word))
 
     def _hear(self) -> dict[str, Any]:
-        store, key, pause_s = self.context.store, self._key(), _FIRST_LOOK_S
-        assert store is not None
-        with waiting:
-            while not store.check([key]):
-                self.context.beat("callback")
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LAST_LOOK_S)
-        word: dict[str, Any] = json.loads(store.get(key))
+        word: dict[str, Any] = json.loads(self.context.hear(self._key(), "callback"))
         return word

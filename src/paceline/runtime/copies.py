@@ -33,7 +33,6 @@ from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntr
 from paceline.runtime.checkpoint.staging import Staging
 from paceline.runtime.drift import disagreement
 from paceline.runtime.live import LiveCheckpoint, live_disagreement, live_step, open_live
-from paceline.waiting import waiting
 
 if TYPE_CHECKING:
     from paceline.launch.host_copies import HostCopies
@@ -266,9 +265,7 @@ def open_newest(context: RankContext, run_dir: Path, *, num_ranks: int,
         if context.store is not None:
             context.store.set("copy", json.dumps([step, is_live]))
     else:
-        assert context.store is not None
-        with waiting:
-            step, is_live = json.loads(context.store.get("copy"))
+        step, is_live = json.loads(context.hear("copy", "restore"))
     if step is None:
         return None
     return open_live(context.copies.live, ranks, step) if is_live else open_copy(context.copies, step, ranks)

@@ -31,7 +31,7 @@ from paceline.plans import Plan
 from paceline.runtime import drift, hosts_copies, state, trace
 from paceline.runtime.checkpoint.prune import prune
 from paceline.runtime.checkpoint.suspect import mark_suspect, suspect_steps
-from paceline.runtime.checkpoint.write import Writer, write_json, write_text
+from paceline.runtime.checkpoint.write import Writer, without_copies, write_json, write_text
 from paceline.runtime.control import Controlling, RunControl
 from paceline.runtime.copies import Copier, open_newest
 from paceline.runtime.cores import CoreWait
@@ -743,7 +743,7 @@ def _do_what_is_due(run: _Run) -> None:
         if "compare" in due:
             _compare(run)
         if "prepare" in due and run.writer is not None:
-            run.writer.prepare(state.pieces(run.stepper))
+            _prepare_saves(run, run.writer)
         if "evaluate" in due:
             _evaluate(run)
         if "epoch" in due:
@@ -959,6 +959,16 @@ def _save(run: _Run, *, last: bool = False) -> None:
     _heed(run, answer)
 
 
+def _prepare_saves(run: _Run, writer: Writer) -> None:
+    """Take memory for copies of what saves write, if all ranks have it. Collective."""
+    pieces = list(state.pieces(run.stepper))
+    writer.copies = not _greatest(run, not writer.has_memory_for(pieces))
+    if writer.copies:
+        writer.prepare(pieces)
+    else:
+        run.display.say(without_copies(pieces))
+
+
 def _prune(run: _Run) -> None:
     if run.settings.keep_checkpoints and run.settings.run_dir is not None and run.context.rank == 0:
         prune(run.settings.run_dir, newest=run.settings.keep_checkpoints,
@@ -973,6 +983,11 @@ def _save_trained(run: _Run) -> None:
     _prune(run)  # of what was being saved then
     if run.context.rank == 0:
         state.export(run.stepper.model, run.settings.run_dir, step=run.step)
+    if run.context.store is not None:  # a collective would wait for its patience alone
+        key = f"exported/{run.context.num_trained}"
+        if run.context.rank == 0:
+            run.context.store.set(key, "")
+        run.context.hear(key, "save")
 
 
 def _evaluate(run: _Run) -> None:

@@ -33,7 +33,6 @@ from paceline.strategies.layout import Extent, Ownership
 from paceline.strategies.mesh import Mesh, axes_cut, local_part
 from paceline.strategies.state_tensors import StateTensor
 from paceline.strategies.step_sync import StepSync
-from paceline.waiting import waiting
 
 if TYPE_CHECKING:
     from paceline.runtime.stepper import Stepper
@@ -376,14 +375,13 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
     Raises:
         CheckpointError: there are some and none can be used.
     """
+    key = f"checkpoint/{context.num_trained}"
     if context.rank == 0:
         newest = newest_checkpoint(run_dir, accept=accept, warn=logger.warning)
         if context.store is not None:
-            context.store.set("checkpoint", newest.path.name if newest else "")
+            context.store.set(key, newest.path.name if newest else "")
         return newest
-    assert context.store is not None
-    with waiting:
-        name = context.store.get("checkpoint").decode()
+    name = context.hear(key, "restore").decode()
     return open_checkpoint(run_dir / "checkpoints" / name, checksums=False) if name else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,11 +15,13 @@ import xxhash
 from torch.utils.data import TensorDataset
 
 import paceline as pl
+from paceline.errors import CheckpointError
 from paceline.long_work import long_work
 from paceline.runtime.checkpoint import files, pieces_of, read, write
 from paceline.runtime.checkpoint.files import NewFile
 from paceline.runtime.checkpoint.read import open_checkpoint
 from paceline.runtime.checkpoint.write import Writer, write_model
+from paceline.waiting import waiting
 
 WEIGHT = torch.arange(40_000, dtype=torch.float32)
 
@@ -53,11 +54,44 @@ def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("plan", ["data=2", "server=1 workers=1"])
-def test_a_save_may_take_longer_than_the_patience(plan: str, tmp_path: Path, slow_files: None):
-    """The last one, which the run waits for, writes some 3 kB and so takes more than a second."""
-    result = pl.train(job(), plan, run=tmp_path / "run", timeout_s=1.0, restarts=0, check=False, table=False)
+@pytest.mark.parametrize("plan", ["data=2", "server=1 workers=1", "server=2 workers=2 colocate=yes",
+                                  "server=1 workers=2 staleness=1"])
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.sweep(3)
+def test_a_save_may_take_longer_than_the_patience(plan: str, copies: bool, tmp_path: Path, slow_files: None,
+                                                  monkeypatch: pytest.MonkeyPatch):
+    """Each writes some 3 kB and so takes more than a second. The run waits for the last one, for one that comes while
+    another is written, and without copies for all."""
+    monkeypatch.setattr(Writer, "has_memory_for", lambda self, pieces: copies)
+    result = pl.train(job(), plan, run=tmp_path / "run", timeout_s=1.0, restarts=0, save_every=1, check=False,
+                      table=False)
     assert result["steps"] == 2
+
+
+@pytest.mark.timeout(90)
+def test_a_restore_and_an_export_may_take_longer_than_the_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 alone checks files and writes the model, and others wait for it."""
+    pl.train(job(), "data=2", run=tmp_path / "run", check=False, table=False)
+    check, run_parts = read._check_sums, write._runs
+
+    def check_late(*args: Any) -> None:
+        for _ in range(10):
+            time.sleep(0.25)
+            long_work.advanced()
+        check(*args)
+
+    def late_parts(*args: Any) -> Any:
+        for part in run_parts(*args):
+            for _ in range(6):
+                time.sleep(0.25)
+                long_work.advanced()
+            yield part
+
+    monkeypatch.setattr(read, "_check_sums", check_late)
+    monkeypatch.setattr(write, "_runs", late_parts)
+    result = pl.train(replace(job(), steps=3), "data=2", run=tmp_path / "run", resume=True, timeout_s=1.0, restarts=0,
+                      check=False, table=False)
+    assert result["steps"] == 3
 
 
 @pytest.mark.timeout(60)
@@ -136,12 +170,69 @@ def test_reading_says_that_it_goes_on(tmp_path: Path, signs: list[int], monkeypa
     assert len(signs) == 1 + 4
 
 
-def test_other_threads_are_not_heard(signs: list[int]):
-    """The main one may hang meanwhile."""
-    thread = threading.Thread(target=long_work.advanced)
-    thread.start()
-    thread.join()
+def test_other_threads_are_heard_while_the_main_one_waits(signs: list[int]):
+    """Else it may hang meanwhile."""
+    def advance() -> None:
+        thread = threading.Thread(target=long_work.advanced)
+        thread.start()
+        thread.join()
+
+    advance()
     assert not signs
+    with waiting:
+        advance()
+    assert len(signs) == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_damaged_file_ends_the_check_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody needs their sums, and nobody gives a sign while they are read."""
+    for name, num_bytes in (("first", 10), ("second", 10**6)):
+        (tmp_path / name).write_bytes(bytes(num_bytes))
+    buffers: list[int] = []
+
+    class Slow:
+        def update(self, data: memoryview) -> None:
+            buffers.append(len(data))
+            time.sleep(0.05 if len(data) == 1000 else 0)
+
+        def hexdigest(self) -> str:
+            return "?"
+
+    monkeypatch.setattr(read, "_SUMMED_BYTES", 1000)
+    monkeypatch.setattr(read, "xxhash", type("Slowed", (), {"xxh3_128": Slow}))
+    with pytest.raises(CheckpointError, match="first is damaged"):
+        read._check_sums(tmp_path, {"first": (10, "right"), "second": (10**6, "right")}, "xxh3_128")
+    assert len(buffers) < 100
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_waits_once_its_own_part_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So that whose writing hangs is the one that is named."""
+    stops, empty, states = threading.Event(), NewFile._empty, dict[int, list[bool]]()
+
+    def stop(self: NewFile) -> None:
+        if "00001" in self.path.name:
+            stops.wait()
+        empty(self)
+
+    monkeypatch.setattr(NewFile, "_empty", stop)
+    writers = [Writer(tmp_path, rank=rank, world_size=2, attempt="a") for rank in range(2)]
+    for rank, writer in enumerate(writers):
+        writer.save(1, pieces_of(f"w{rank}", WEIGHT), {})
+
+    def wait_for(rank: int) -> None:
+        writers[rank].meanwhile = lambda: states.setdefault(rank, []).append(bool(writers[rank]._save._waits))
+        writers[rank].wait()
+
+    threads = [threading.Thread(target=wait_for, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(4 * write.LOOK_S)
+    assert states[0][-1] and not states[1][-1]
+    stops.set()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.fixture
@@ -150,43 +241,41 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda num_bytes: monkeypatch.setattr(write, "free_memory_bytes", lambda: num_bytes)
 
 
-def test_without_memory_for_copies_a_save_is_waited_for(tmp_path: Path, little_memory: Any,
-                                                        caplog: pytest.LogCaptureFixture):
-    """It is whole when `save` returns, as the next step may change what it is of; no memory is taken, which is said
-    once."""
-    little_memory(2 * WEIGHT.nbytes)
+def test_without_copies_a_save_is_waited_for(tmp_path: Path):
+    """It is whole when `save` returns, as the next step may change what it is of, and no memory is taken."""
     weight = WEIGHT.clone()
-    writer = Writer(tmp_path, rank=0, world_size=1, attempt="a", num_ranks=2)
-    with caplog.at_level(logging.WARNING):
-        writer.prepare(pieces_of("w", weight))
-        for step in (1, 2):
-            writer.save(step, pieces_of("w", weight), {})
-            weight += 1
-    writer.wait()
+    writer = Writer(tmp_path, rank=0, world_size=1, attempt="a")
+    writer.copies = False
+    for step in (1, 2):
+        writer.save(step, pieces_of("w", weight), {})
+        weight += 1
     assert writer._snapshot is None
     for step in (1, 2):
         there = open_checkpoint(tmp_path / "checkpoints" / f"step-{step}")
         assert there.read("w").equal(WEIGHT + step - 1)
-    (record,) = caplog.records
-    assert "each save blocks the run until it is written" in record.getMessage()
 
 
-def test_memory_that_was_taken_is_not_missing(tmp_path: Path, little_memory: Any):
-    """Later saves copy, too, although copies have taken what was free."""
+@pytest.mark.parametrize(("share", "fits"), [(0.9, False), (1.1, True)])
+def test_copies_of_all_ranks_of_a_host_take_a_part_of_its_free_memory(tmp_path: Path, little_memory: Any, share: float,
+                                                                      fits: bool):
+    """What a rank has taken is not missing, though nothing else is free."""
     writer = Writer(tmp_path, rank=0, world_size=1, attempt="a", num_ranks=2)
-    little_memory(3 * WEIGHT.nbytes)
-    for step in (1, 2):
-        writer.save(step, pieces_of("w", WEIGHT), {})
-        assert writer._save is not None
-        writer.wait()
-        little_memory(0)
-    (larger,) = pieces_of("w", torch.cat([WEIGHT, WEIGHT]))
-    writer.save(3, [replace(larger)], {})
-    assert writer._save is None
-
-
-def test_a_run_without_memory_for_copies_goes_on(tmp_path: Path, little_memory: Any, capfd: pytest.CaptureFixture[str]):
+    pieces = list(pieces_of("w", WEIGHT))
+    little_memory(int(share * 2 * WEIGHT.nbytes / write._MEMORY_SHARE))
+    assert writer.has_memory_for(pieces) is fits
+    writer.save(1, pieces, {})
+    writer.wait()
     little_memory(0)
-    result = pl.train(job(), "data=2", run=tmp_path / "run", save_every=1, check=False, table=False)
+    assert writer.has_memory_for(pieces)
+    assert not writer.has_memory_for(list(pieces_of("w", torch.cat([WEIGHT, WEIGHT]))))
+
+
+@pytest.mark.parametrize("plan", ["data=2", "server=2 workers=1"])
+def test_a_run_without_memory_for_copies_goes_on(tmp_path: Path, plan: str, capfd: pytest.CaptureFixture[str],
+                                                 monkeypatch: pytest.MonkeyPatch):
+    """All ranks decide alike, though one alone has too little; that is said once."""
+    has_memory = Writer.has_memory_for
+    monkeypatch.setattr(Writer, "has_memory_for", lambda self, pieces: self.rank == 0 and has_memory(self, pieces))
+    result = pl.train(job(), plan, run=tmp_path / "run", save_every=1, check=False, table=False)
     assert result["steps"] == 2 and len(list((tmp_path / "run" / "checkpoints").glob("step-*/COMMIT"))) == 2
     assert capfd.readouterr().err.count("each save blocks the run") == 1

@@ -28,7 +28,7 @@ BUFFER_BYTES = 8 * 2**20  # written at a time: 2.2 GB/s for 1 and 4 MiB, 3.1 GB/
 # Shows damage, and is not meant against forgery: who can change a file can change what COMMIT says of it. On an Intel
 # Xeon at 2.5 GHz without instructions for sha256 it read 7.6 GB/s, sha256 0.2.
 CHECKSUM = "xxh3_128"
-_SYNCED_BYTES = 256 * 2**20  # of what goes through the cache, forced to the disk at a time: the last part is soon there
+SYNCED_BYTES = 256 * 2**20  # of writes through the cache, after which they are forced to the disk
 _BLOCK_BYTES = 4096  # that sizes of writes past the cache are multiples of; more than any disk's own block
 
 Kind = tuple[torch.dtype, tuple[int, ...]]  # a tensor's dtype and shape
@@ -90,7 +90,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor],
     """Write tensors to a safetensors file and force it to the disk. Returns what COMMIT says of it.
 
     Args:
-        tensors: Such as don't lie in CPU memory as in a file are copied one after the other.
+        tensors: Those on a GPU, or not contiguous, are copied to CPU memory one at a time.
         wrote: Called after each full buffer, with its bytes; what it takes, the writing waits.
 
     Raises:
@@ -173,6 +173,6 @@ class NewFile:
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
                 continue
             data, offset = data[count:], offset + count
-        if not self._direct and self.num_bytes - self._synced >= _SYNCED_BYTES:
+        if not self._direct and self.num_bytes - self._synced >= SYNCED_BYTES:
             os.fsync(self._descriptor)
             self._synced = self.num_bytes

@@ -7,10 +7,12 @@ import hashlib
 import json
 import mmap
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -299,19 +301,20 @@ def _check_sizes(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
 def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str) -> None:
     num_read = [0] * len(files)  # buffers of each, as far as it has come
+    is_over = Event()  # a damaged file was found: nobody needs the rest
 
     def sum_of(number: int, name: str) -> str:
         digest, buffer = xxhash.xxh3_128() if checksum == CHECKSUM else hashlib.sha256(), bytearray(_SUMMED_BYTES)
         try:
             with (path / name).open("rb", buffering=0) as file:
-                while count := file.readinto(buffer):
+                while not is_over.is_set() and (count := file.readinto(buffer)):
                     digest.update(memoryview(buffer)[:count])
                     num_read[number] += 1
         except OSError as error:
             raise CheckpointError(f"{path}: can't read {name}: {error.strerror}") from error
         return digest.hexdigest()
 
-    with ThreadPoolExecutor() as pool:  # they leave the interpreter free
+    with ThreadPoolExecutor() as pool, ended(is_over):  # threads leave the interpreter free
         sums = [pool.submit(sum_of, number, name) for number, name in enumerate(files)]
         for (name, (_, expected)), summed in zip(files.items(), sums, strict=True):
             before = -1
@@ -322,6 +325,15 @@ def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str)
             if (actual := summed.result()) != expected:
                 raise CheckpointError(f"{path}: {name} is damaged: its {checksum} is {actual}, and {COMMIT} says "
                                       f"{expected}")
+
+
+@contextmanager
+def ended(event: Event) -> Iterator[None]:
+    """Set an event in the end, whatever happens."""
+    try:
+        yield
+    finally:
+        event.set()
 
 
 def _entry_of(entry: Mapping[str, Any], files: Mapping[str, Any]) -> TensorEntry:

@@ -36,7 +36,7 @@ class Staging:
         """What copies of these pieces take beside what is pinned; torch pins blocks of a power of two
         (at::CachingHostAllocator)."""
         return sum(1 << (piece.tensor.nbytes - 1).bit_length() for piece in pieces
-                   if piece.tensor.nbytes and (piece.name, piece.offsets) not in self.memory)
+                   if piece.tensor.nbytes and self._pinned(piece) is None)
 
     @torch.no_grad()
     def copy(self, pieces: Sequence[TensorPiece], *, is_for_updates: Callable[[str], bool]) -> list[torch.Tensor]:
@@ -78,9 +78,15 @@ class Staging:
         return self._memory_for(piece).copy_(tensor, non_blocking=True)
 
     def _memory_for(self, piece: TensorPiece) -> torch.Tensor:
-        place, shape, dtype = (piece.name, piece.offsets), piece.tensor.shape, piece.tensor.dtype
         with self._lock:
-            memory = self.memory.get(place)
-            if memory is None or (memory.shape, memory.dtype) != (shape, dtype):
-                memory = self.memory[place] = torch.empty(shape, dtype=dtype, pin_memory=True)
+            memory = self._pinned(piece)
+            if memory is None:
+                memory = self.memory[piece.name, piece.offsets] = torch.empty(
+                    piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=True)
             return memory
+
+    def _pinned(self, piece: TensorPiece) -> torch.Tensor | None:
+        """What was pinned for such a piece."""
+        memory = self.memory.get((piece.name, piece.offsets))
+        is_alike = memory is not None and (memory.shape, memory.dtype) == (piece.tensor.shape, piece.tensor.dtype)
+        return memory if is_alike else None

@@ -17,8 +17,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ import xxhash
 
 from paceline.cluster import free_memory_bytes
 from paceline.errors import CheckpointError
-from paceline.launch.logs import logger
 from paceline.long_work import long_work
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, metadata
 from paceline.runtime.checkpoint.files import (
     CHECKSUM,
+    SYNCED_BYTES,
     Kind,
     bytes_of,
     header,
@@ -43,6 +44,7 @@ from paceline.runtime.checkpoint.pace import Pace
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece, uncovered
 from paceline.runtime.checkpoint.snapshot import Snapshot, aligned, be_nice
 from paceline.runtime.checkpoint.staging import Staging
+from paceline.waiting import waiting
 
 FORMAT = "paceline-checkpoint"
 VERSION = 2  # 1 had sha256 for checksums
@@ -53,10 +55,10 @@ HeldAlike = Mapping[str, Mapping[str, int]]
 
 FIRST_POLL_S, LAST_POLL_S = 0.005, 0.25  # between looks at the other ranks' files; doubled after each
 LOOK_S = 0.2  # between looks at how far work on other threads has come: a patience has 1 s at least
-# Of what this host has free, that copies for saves may take: the rest is for what steps, loaders and their batches take
-# later. Copies of the state in memory may take half.
+# Of the memory that this host has free, what copies for saves may take. Steps and loaders need the rest. Copies of the
+# state in memory may take half.
 _MEMORY_SHARE = 0.8
-_TOUCH_S = 5.0  # between rank 0's words to ranks that wait for it
+_TOUCH_S = 1.0  # between rank 0's words to ranks that wait for it
 EXIT_WAIT_S = 10.0  # for a file that is being written when the process exits; it can't be interrupted
 
 
@@ -86,12 +88,15 @@ def write_model(path: Path, kinds: Mapping[str, Kind],
         first, ordered = header(kinds, metadata=metadata({name: dtype for name, (dtype, _) in kinds.items()}))
         with temp.open("wb") as file:
             file.write(first)
+            synced = 0
             for name in ordered:
                 for offsets, shape in _runs(*kinds[name]):
                     file.write(bytes_of(read(name, offsets, shape)))
+                    if file.tell() - synced >= SYNCED_BYTES:
+                        _sync(file)
+                        synced = file.tell()
                     long_work.advanced()
-            file.flush()
-            os.fsync(file.fileno())
+            _sync(file)
         temp.replace(path)
         _fsync(path.parent)
     except Exception as error:
@@ -99,6 +104,11 @@ def write_model(path: Path, kinds: Mapping[str, Kind],
                          sum(map(num_bytes, kinds.values()))) from error
     finally:
         _remove(temp)
+
+
+def _sync(file: BufferedWriter) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _runs(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -121,34 +131,32 @@ class Writer:
         run_dir: The run's folder; checkpoints go to `checkpoints/step-N` in it. All ranks must see it.
         attempt: A token of letters, digits, "-" and "_": equal on all ranks, different for every launch.
         num_ranks: Ranks of this host that save as much as this one.
+        meanwhile: Called every now and then while a save is waited for.
         timeout_s: How long to wait for the other ranks' parts, once this rank's own is written and theirs don't grow.
     """
 
     def __init__(self, run_dir: Path, *, rank: int, world_size: int, attempt: str, num_ranks: int = 1,
-                 timeout_s: float = 600.0) -> None:
+                 meanwhile: Callable[[], None] = lambda: None, timeout_s: float = 600.0) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", attempt):
             raise ValueError(f"attempt must be made of letters, digits, '-' and '_', got {attempt!r}")
         self.folder = Path(run_dir) / "checkpoints"
         self.rank = rank
         self.world_size = world_size
         self.attempt = attempt
-        self.num_ranks = num_ranks
+        self.num_ranks, self.meanwhile = num_ranks, meanwhile
+        self.copies = True  # whether saves copy what they write; all ranks alike, else some wait for others' writing
         self.timeout_s = timeout_s
         self._num_saves = 0
         self._last_s = time.monotonic()  # when the last save began, or this was made
         self._save: _Save | None = None
         self._snapshot: Snapshot | None = None
         self._staging: Staging | None = None
-        self._has_told = False
         if rank == 0:
             self._remove_leftovers()
 
     def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """Begin to take the memory for copies of these pieces, if there is so much: the first save need not wait for it
-        then."""
+        """Begin to take the memory for copies of these pieces: the first save need not wait for it then."""
         pieces = list(pieces)
-        if not self._has_memory_for(pieces):
-            return
         self._snapshot = self._snapshot or Snapshot()
         threading.Thread(target=self._snapshot.reserve, args=(_bytes_on_cpu(pieces),), name="snapshot-memory",
                          daemon=True).start()
@@ -161,8 +169,8 @@ class Writer:
              held_alike: Callable[[], HeldAlike] = dict, before_commit: Callable[[], None] = lambda: None) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
 
-        What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`. Where this host
-        has no memory for copies, this returns when all is written.
+        What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`. Without memory for
+        copies (`copies`), the tensors themselves are written, and this returns when they are.
 
         Args:
             pieces: What this rank owns. The pieces of all ranks must cover every tensor without overlap; equal
@@ -178,7 +186,8 @@ class Writer:
             Seconds the caller was blocked.
 
         Raises:
-            CheckpointError: the save before this one failed, or this one can't be started; no rank commits it.
+            CheckpointError: the save before this one failed, or this one can't be started, or failed if it is waited
+                for; no rank commits it.
         """
         started_s = time.monotonic()
         self._num_saves += 1  # counted first, so that ranks stay in step when one of them fails here
@@ -187,12 +196,10 @@ class Writer:
         within_s = min((started_s - self._last_s) / 2, self.timeout_s / 4)
         self._last_s = started_s
         save = _Save(self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit, within_s)
-        pieces = list(pieces)
-        has_memory = not snapshot or self._has_memory_for(pieces)
-        save.start(pieces, document, copies=partial(self._copies, is_for_updates=is_for_updates) if (
-            snapshot and has_memory) else None)
+        save.start(list(pieces), document, copies=partial(self._copies, is_for_updates=is_for_updates) if (
+            snapshot and self.copies) else None)
         self._save = save
-        if not has_memory:
+        if snapshot and not self.copies:
             self.wait()
         return time.monotonic() - started_s
 
@@ -204,21 +211,14 @@ class Writer:
         if self._staging is not None:
             self._staging.before_update()
 
-    def _has_memory_for(self, pieces: Sequence[TensorPiece]) -> bool:
-        """Whether this host has memory for copies of these pieces, and of those of its other ranks, beside what has
-        been taken for them."""
+    def has_memory_for(self, pieces: Sequence[TensorPiece]) -> bool:
+        """Whether this host has memory for copies of these pieces, and of those of its other ranks, beside what this
+        rank has taken for them."""
         missing_bytes = max(0, _bytes_on_cpu(pieces) - (self._snapshot.num_bytes if self._snapshot is not None else 0))
         if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             missing_bytes += self._staging.missing_bytes(on_gpu)
-        free_bytes = free_memory_bytes() if missing_bytes else 0
-        has_memory = self.num_ranks * missing_bytes <= _MEMORY_SHARE * free_bytes
-        if not has_memory and not self._has_told:
-            self._has_told = True
-            logger.warning(f"copies of this host's part of a checkpoint take "
-                           f"{self.num_ranks * missing_bytes / 2**30:.1f} GiB of memory, and {free_bytes / 2**30:.1f} "
-                           "GiB are free: each save blocks the run until it is written")
-        return has_memory
+        return not missing_bytes or self.num_ranks * missing_bytes <= _MEMORY_SHARE * free_memory_bytes()
 
     def _copies(self, pieces: Iterable[TensorPiece], *,
                 is_for_updates: Callable[[str], bool]) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
@@ -258,7 +258,7 @@ class Writer:
         """
         if self._save is None:
             return
-        self._save.join()
+        self._save.join(self.meanwhile)
         save, self._save = self._save, None
         if save.error is not None:
             raise save.error
@@ -271,6 +271,13 @@ class Writer:
                 continue
             if owner.rpartition("-")[0] != self.attempt:
                 _remove(path)
+
+
+def without_copies(pieces: Iterable[TensorPiece]) -> str:
+    """What a user should know where hosts have no memory for copies of such pieces."""
+    gib = sum(piece.tensor.nbytes for piece in pieces) / 2**30
+    return (f"a host has no memory for copies of what its ranks save ({gib:.1f} GiB a rank): each save blocks the run "
+            "until it is written")
 
 
 def _bytes_on_cpu(pieces: Iterable[TensorPiece]) -> int:
@@ -299,7 +306,8 @@ class _Save:
         self._needed_bytes = 0
         self._is_waited_for, self._is_of_gpu = True, False
         self._num_signs = 0  # that this save goes on, here or on the ranks that it waits for
-        self._touched_s = 0.0  # when rank 0 last told the others so
+        self._waits = False  # whether this rank's own part is done
+        self._touched_s = 0.0  # when rank 0 last told the others that it goes on
         self._exiting, self._hurry = threading.Event(), threading.Event()
         # A daemon, as Python joins other threads before it lets us know that the process ends.
         self._thread = threading.Thread(target=self._run, name=f"paceline-checkpoint-step-{step}", daemon=True)
@@ -308,18 +316,18 @@ class _Save:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,
+    def start(self, pieces: Sequence[TensorPiece], document: Mapping[str, Any] | None, *,
               copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, torch.Tensor]]] | None) -> None:
-        """Take the snapshot, or what it would be of, and begin to write it. copies: Makes it; without it, the run waits
-        for the writing."""
+        """Take the snapshot, or without one the tensors themselves, and begin to write. copies: Makes the snapshot;
+        without it, the run waits for the writing."""
         try:
             if self.rank == 0 and document is not None:
                 self._document = json.dumps(document, indent=1)
             if copies is None:
                 for piece in pieces:
                     self._take(piece, piece.tensor.detach())
-                if self._is_of_gpu:
-                    torch.cuda.synchronize()  # another thread reads what this one has computed
+                for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
+                    torch.cuda.synchronize(device)  # another thread reads what this one has computed
             else:
                 for piece, copied in copies(pieces):
                     self._take(piece, copied)
@@ -329,13 +337,15 @@ class _Save:
         atexit.register(self._leave)
         self._thread.start()
 
-    def join(self) -> None:
+    def join(self, meanwhile: Callable[[], None]) -> None:
         self._hurry.set()
         while self.is_running:
             before = self._num_signs
-            self._thread.join(LOOK_S)
+            with waiting if self._waits else nullcontext():
+                self._thread.join(LOOK_S)
             if self._num_signs != before:
                 long_work.advanced()
+            meanwhile()
         atexit.unregister(self._leave)
 
     def _take(self, piece: TensorPiece, tensor: torch.Tensor) -> None:
@@ -444,12 +454,13 @@ class _Save:
     def _wait_for(self, missing: Callable[[], str]) -> None:
         """Look until nothing is missing, another rank reports a failure, the process exits, or nothing has come further
         for the time that is allowed."""
+        self._waits = True
         reached, looked_s = self._reached(), time.monotonic()
         deadline_s = looked_s + self.timeout_s
         pause_s = FIRST_POLL_S
         while still := missing():
             self._check_peers()
-            if time.monotonic() - looked_s > min(_TOUCH_S, self.timeout_s / 4):
+            if time.monotonic() - looked_s > _TOUCH_S:
                 before, reached, looked_s = reached, self._reached(), time.monotonic()
                 if reached != before:
                     deadline_s = looked_s + self.timeout_s

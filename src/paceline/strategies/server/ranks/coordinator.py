@@ -139,7 +139,7 @@ class Coordinator(Server):
         self.control = None
         if settings.controller is not None:
             self.control = RunControl(replace(context, world_size=1), settings.controller, self._obey_callbacks,
-                                      self._keep_alive)
+                                      self.keep_alive)
         self.meetings = Meetings.of(job.optimizers, shards, num_workers=sync.workers,
                                     number=self.version) if job.models else None
         self.clock = self._begin_clock()
@@ -650,6 +650,8 @@ class Coordinator(Server):
         self.callback_states = self._ask("state", hook="state_dict")
         self.journal.sync()
         blocked_s = self._order({"save": self.samples, "last": last})
+        for worker in self.workers.values():  # nobody was heard meanwhile
+            worker.heard_s = max(worker.heard_s, time.monotonic())
         if self.writer is not None:
             self.blocked_s += blocked_s
             self._prune()
@@ -697,8 +699,8 @@ class Coordinator(Server):
             self._hear(self.inbox, timeout_s=LOOK_S)
         return {"path": str(folder / CHECKPOINTS / f"step-{self.step}"), "is_temporary": True}
 
-    def _keep_alive(self) -> None:
-        """While callbacks are waited for, those who wait with this server know that it lives."""
+    def keep_alive(self) -> None:
+        """While callbacks or a save are waited for, those who wait with this server know that it lives."""
         self._tell_alive()
         for connection in self.followers.values():
             with suppress(WireError):

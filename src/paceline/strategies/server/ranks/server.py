@@ -14,10 +14,11 @@ import torch
 
 from paceline.errors import JobError, TrainingError
 from paceline.job.own_step import spec
+from paceline.launch.logs import logger
 from paceline.launch.tls import Identity
 from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
-from paceline.runtime.checkpoint.write import Writer
+from paceline.runtime.checkpoint.write import Writer, without_copies
 from paceline.runtime.copies import CopiedState, Copier, open_newest
 from paceline.runtime.follow import follow
 from paceline.runtime.memory import PeakMemory
@@ -71,7 +72,7 @@ class Server:
         self.writer = None
         if settings.run_dir is not None:
             self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt,
-                                 num_ranks=min(sync.server, context.local_world_size))
+                                 num_ranks=min(sync.server, context.local_world_size), meanwhile=self.keep_alive)
             state.refuse_unsaveable(self.shelf)  # now, not after an hour
         self.at_rest: StateAtRest | None = None
         if every := settings.rechecks_every:
@@ -93,6 +94,9 @@ class Server:
     def step(self) -> int:
         """Whole steps that were made."""
         return self.turns.steps(self.version)
+
+    def keep_alive(self) -> None:
+        """Let those who wait for this server know that it lives, where another thread does not."""
 
     def tell(self, message: dict[str, Any]) -> None:
         """Say something to the coordinator."""
@@ -146,10 +150,14 @@ class Server:
         if self.writer is None:
             return 0.0
         self.context.beat("save")
+        pieces = list(state.pieces(self.shelf))
+        if self.writer.copies and not last and not self.writer.has_memory_for(pieces):
+            self.writer.copies = False
+            logger.warning(without_copies(pieces))
         document = state.document(self.shelf, step=self.step, samples=samples)
         if self.callback_states is not None:
             document["callbacks"] = self.callback_states
-        return self.writer.save(self.step, state.pieces(self.shelf), document, snapshot=not last)
+        return self.writer.save(self.step, pieces, document, snapshot=not last)
 
     def copy(self, figures: Mapping[str, Any] | None = None) -> None:
         """Leave a copy of this server's part where the next ranks find it if one of these is lost. figures: what server
