@@ -210,6 +210,12 @@ def test_a_job_s_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "jobs" / "cpu.max").write_text("200000 100000\n")
     (tmp_path / "jobs" / "one" / "cpu.max").write_text("max 100000\n")
     assert usable_cores() == 2
+    (tmp_path / "own").write_text("2:cpu,cpuacct:/jobs/two\n")
+    for folder, quota in (("jobs/two", -1), ("jobs", 300_000)):
+        (tmp_path / "cpu" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cpu" / folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (tmp_path / "cpu" / folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores() == 3
 
 
 @pytest.mark.usefixtures("cpus")

@@ -408,14 +408,17 @@ _NAMING = "devices are named cpu:0,cpu:1 or cuda:0-3; 4xcuda:0 is four ranks tha
 def usable_cores() -> int:
     """Cores this process and its ranks may use together: the machine's, or less by affinity or a cgroup's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder in _cgroups(_CGROUP, ""):
-        try:
-            quota, period = (folder / "cpu.max").read_text().split()
-        except (OSError, ValueError):
-            continue
-        if quota != "max":
-            allowed = max(1, min(allowed, int(quota) // int(period)))
-    return allowed
+    return min([allowed, *(max(1, quota // period) for quota, period in _cpu_quotas())])
+
+
+def _cpu_quotas() -> Iterator[tuple[int, int]]:
+    """Microseconds of all cores together, and in how many, of each cgroup of this process that has such a limit."""
+    for root, controller, names in ((_CGROUP, "", ("cpu.max",)),
+                                    (_CGROUP / "cpu", "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
+        for folder in _cgroups(root, controller):
+            words = " ".join(filter(None, (_text(folder / name) for name in names))).split()
+            if len(words) == 2 and all(map(str.isdigit, words)):  # "max" and "-1" are no limit
+                yield int(words[0]), int(words[1])
 
 
 def threads_of_a_rank(num_ranks: int) -> int:
@@ -447,21 +450,23 @@ def free_memory_bytes() -> int:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each cgroup that this process is in and that has a limit; files in the cache are not
-    counted."""
+    """Limit and use, in bytes, of each cgroup that this process is in and that has a limit. Files in the cache are not
+    counted as used."""
     for root, controller, limit, used, prefix in (
             (_CGROUP, "", "memory.max", "memory.current", ""),
             (_CGROUP / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")):
         for folder in _cgroups(root, controller):
-            try:
-                limit_text = (folder / limit).read_text().strip()
-                used_bytes = int((folder / used).read_text())
-                statistics = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
-            except OSError:
-                continue
-            if limit_text.isdigit():
-                yield int(limit_text), used_bytes - sum(
-                    int(statistics.get(prefix + kind, 0)) for kind in ("inactive_file", "active_file"))
+            if (limit_bytes := _text(folder / limit)).isdigit():
+                cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+                yield int(limit_bytes), int(_text(folder / used) or 0) - sum(map(int, cached))
+
+
+def _text(path: Path) -> str:
+    """What a file of the system says; "" if it is not there."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
@@ -469,11 +474,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
     controller: of cgroups of version 1; "" for version 2.
     """
-    try:
-        lines = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()]
-    except OSError:  # not Linux
-        lines = []
-    for _, controllers, path in lines:
+    for _, controllers, path in (line.split(":", 2) for line in _text(_OWN_CGROUPS).splitlines()):
         if controllers.split(",").count(controller):
             place = PurePosixPath(path.lstrip("/"))
             yield from (root / parent for parent in (place, *place.parents) if str(parent) not in ("", "."))

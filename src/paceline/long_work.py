@@ -1,7 +1,7 @@
 """A rank's own word that a long piece of its work goes on.
 
-A rank is taken for hung if it gives no sign of life for the patience (`--patience`). Reading or writing a checkpoint
-can take longer than that. Whoever does it says after each part that it came further:
+A rank that gives no sign of life for `--patience` seconds is taken for hung. Reading or writing a checkpoint can take
+longer than that. Code that does so gives a sign after each part:
 
     for part in parts:
         file.write(part)
@@ -19,8 +19,8 @@ from paceline.waiting import waiting
 
 
 class LongWork:
-    """What this process's main thread says of its work. Other threads are heard while it waits alone: else it may hang
-    meanwhile.
+    """Passes on the signs of the main thread. Those of another thread count only while the main thread waits for other
+    ranks: at other times the main thread may hang beside it.
 
     tell: called after each part.
     """

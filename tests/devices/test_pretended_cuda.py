@@ -269,6 +269,18 @@ def test_a_checkpoint_holds_the_weights_of_its_step(shop: Workshop, tmp_path: Pa
     assert _reads(found) == _reads(without)
 
 
+def test_a_host_without_memory_saves_from_the_gpu_itself(shop: Workshop, tmp_path: Path):
+    """While the run waits, and without pinned memory."""
+    trained, usual = (shop.train("few blocks", "shard=2", "cuda:0-1", run=tmp_path / name / "run", save_every=1,
+                                 lacks_memory=lacks) for name, lacks in (("without", True), ("with", False)))
+    for step in usual.run.glob("checkpoints/step-*"):
+        there, expected = (open_checkpoint(folder / "checkpoints" / step.name) for folder in (trained.run, usual.run))
+        assert there.tensors.keys() == expected.tensors.keys()
+        for name in there.tensors:
+            assert torch.equal(there.read(name), expected.read(name)), f"{name} after {step.name}"
+    assert "each save blocks the run" in shop.printed()
+
+
 @pytest.mark.parametrize("plan", ["data=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
     "shard=2", "pipeline=2", "tensor=2", "data=2 compress=topk", "data=2 local=2 outer=diloco"))])
 def test_a_killed_rank_of_gpus_goes_on_from_copies(shop: Workshop, plan: str):

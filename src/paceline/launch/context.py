@@ -90,7 +90,7 @@ class RankContext:
     def hear(self, key: str, phase: str) -> bytes:
         """What another rank leaves under a key of the store, however long that takes.
 
-        This rank gives signs of life meanwhile. If the other one hangs, it gives none.
+        This rank gives signs of life meanwhile. The other rank gives its own: the watch finds it if it hangs.
         """
         store, pause_s = self.store, _FIRST_LOOK_S
         assert store is not None

@@ -28,6 +28,8 @@ from paceline.long_work import long_work
 
 Body = Callable[[RankContext], Any]
 
+_LAST_RESORT_S = 30.0  # beyond twice the patience, after which a collective gives up
+
 
 def run_rank(body: Body, context: RankContext, device: Device, *, make_store: Callable[[], dist.Store] | None,
              run_dir: Path | None, report: Callable[[Failure], None],
@@ -88,8 +90,9 @@ def _process_group(context: RankContext, device: Device, fault_policy: FaultPoli
 
         backend = shared_gpu.register()
     # The watch speaks first and names the rank; the group's own timeout is the last resort.
+    limit_s = 2 * context.timeout_s + _LAST_RESORT_S
     dist.init_process_group(backend, store=dist.PrefixStore("group", context.store), rank=context.rank,
-                            world_size=context.world_size, timeout=timedelta(seconds=2 * context.timeout_s + 30))
+                            world_size=context.world_size, timeout=timedelta(seconds=limit_s))
     dist.all_reduce(torch.zeros(1))  # a rank that is done at once must not leave while others still connect to it
     try:
         yield

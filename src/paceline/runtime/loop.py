@@ -31,7 +31,7 @@ from paceline.plans import Plan
 from paceline.runtime import drift, hosts_copies, state, trace
 from paceline.runtime.checkpoint.prune import prune
 from paceline.runtime.checkpoint.suspect import mark_suspect, suspect_steps
-from paceline.runtime.checkpoint.write import Writer, without_copies, write_json, write_text
+from paceline.runtime.checkpoint.write import Writer, without_snapshots, write_json, write_text
 from paceline.runtime.control import Controlling, RunControl
 from paceline.runtime.copies import Copier, open_newest
 from paceline.runtime.cores import CoreWait
@@ -942,6 +942,8 @@ def _save(run: _Run, *, last: bool = False) -> None:
     if run.control is not None and run.control.has("state_dict"):
         answer = run.control.ask({"event": "state", "step": run.step})
         document["callbacks"] = answer.get("callbacks")  # rank 0 alone knows, and its document counts
+    if not last and run.writer.takes_snapshots is None:  # a callback asked for a save, or a signal
+        _prepare_saves(run, run.writer)
     run.saved_step = run.step
     run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last,
                     is_for_updates=partial(state.is_for_updates, run.stepper),
@@ -962,11 +964,11 @@ def _save(run: _Run, *, last: bool = False) -> None:
 def _prepare_saves(run: _Run, writer: Writer) -> None:
     """Take memory for copies of what saves write, if all ranks have it. Collective."""
     pieces = list(state.pieces(run.stepper))
-    writer.copies = not _greatest(run, not writer.has_memory_for(pieces))
-    if writer.copies:
+    writer.takes_snapshots = not _greatest(run, not writer.has_memory_for(pieces))
+    if writer.takes_snapshots:
         writer.prepare(pieces)
     else:
-        run.display.say(without_copies(pieces))
+        run.display.say(without_snapshots(pieces))
 
 
 def _prune(run: _Run) -> None:
@@ -983,7 +985,7 @@ def _save_trained(run: _Run) -> None:
     _prune(run)  # of what was being saved then
     if run.context.rank == 0:
         state.export(run.stepper.model, run.settings.run_dir, step=run.step)
-    if run.context.store is not None:  # a collective would wait for its patience alone
+    if run.context.store is not None:  # a collective would give up after its own time limit
         key = f"exported/{run.context.num_trained}"
         if run.context.rank == 0:
             run.context.store.set(key, "")

@@ -32,6 +32,7 @@ from paceline.launch.imports import load_modules
 from paceline.profile import device as rates
 from paceline.runtime.checkpoint import write_json
 from paceline.runtime.checkpoint.staging import Staging
+from paceline.runtime.checkpoint.write import Writer
 from paceline.runtime.copies import Copier
 from paceline.runtime.stepper import Stepper
 from paceline.verbs import prediction
@@ -159,12 +160,14 @@ def _train(request: dict[str, Any], device: Any) -> dict[str, Any]:
     global _notes_collectives
     run = Path(request["run"])
     _notes_collectives = request["options"].pop("notes_collectives", False)
-    is_priced, is_large = (request["options"].pop(name, False) for name in ("priced", "large"))
+    is_priced, is_large, lacks_memory = (request["options"].pop(name, False)
+                                         for name in ("priced", "large", "lacks_memory"))
     _killed.clear()
     _killed.update(request["options"].pop("killed", {}))
     try:
         with _written(run.parent, device), nullcontext() if is_priced else _unpriced(), (
-                patch.object(compare, "MAX_BYTES", 0) if is_large else nullcontext()):
+                patch.object(compare, "MAX_BYTES", 0) if is_large else nullcontext()), (
+                patch.object(Writer, "has_memory_for", lambda *args: False) if lacks_memory else nullcontext()):
             summary = paceline.train(JOBS[request["job"]](), request["plan"], devices=request["devices"], run=run,
                                      timeout_s=120, **{"check": False, **request["options"]})
         return {"summary": summary.figures, "measured": len([*run.parent.glob("gpu-*")]),

@@ -7,9 +7,9 @@ import hashlib
 import json
 import mmap
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -301,7 +301,7 @@ def _check_sizes(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
 def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str) -> None:
     num_read = [0] * len(files)  # buffers of each, as far as it has come
-    is_over = Event()  # a damaged file was found: nobody needs the rest
+    is_over = Event()  # set where a damaged file was found, as nobody needs the rest then
 
     def sum_of(number: int, name: str) -> str:
         digest, buffer = xxhash.xxh3_128() if checksum == CHECKSUM else hashlib.sha256(), bytearray(_SUMMED_BYTES)
@@ -314,7 +314,8 @@ def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str)
             raise CheckpointError(f"{path}: can't read {name}: {error.strerror}") from error
         return digest.hexdigest()
 
-    with ThreadPoolExecutor() as pool, ended(is_over):  # threads leave the interpreter free
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:  # threads leave the interpreter free
+        stack.callback(is_over.set)
         sums = [pool.submit(sum_of, number, name) for number, name in enumerate(files)]
         for (name, (_, expected)), summed in zip(files.items(), sums, strict=True):
             before = -1
@@ -325,15 +326,6 @@ def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str)
             if (actual := summed.result()) != expected:
                 raise CheckpointError(f"{path}: {name} is damaged: its {checksum} is {actual}, and {COMMIT} says "
                                       f"{expected}")
-
-
-@contextmanager
-def ended(event: Event) -> Iterator[None]:
-    """Set an event in the end, whatever happens."""
-    try:
-        yield
-    finally:
-        event.set()
 
 
 def _entry_of(entry: Mapping[str, Any], files: Mapping[str, Any]) -> TensorEntry:

@@ -58,7 +58,7 @@ LOOK_S = 0.2  # between looks at how far work on other threads has come: a patie
 # Of the memory that this host has free, what copies for saves may take. Steps and loaders need the rest. Copies of the
 # state in memory may take half.
 _MEMORY_SHARE = 0.8
-_TOUCH_S = 1.0  # between rank 0's words to ranks that wait for it
+_TOUCH_S = 1.0  # between a waiting rank's looks at how far others have come, and between rank 0's words of it
 EXIT_WAIT_S = 10.0  # for a file that is being written when the process exits; it can't be interrupted
 
 
@@ -132,7 +132,7 @@ class Writer:
         attempt: A token of letters, digits, "-" and "_": equal on all ranks, different for every launch.
         num_ranks: Ranks of this host that save as much as this one.
         meanwhile: Called every now and then while a save is waited for.
-        timeout_s: How long to wait for the other ranks' parts, once this rank's own is written and theirs don't grow.
+        timeout_s: How long to wait for the other ranks' parts while none of them grows.
     """
 
     def __init__(self, run_dir: Path, *, rank: int, world_size: int, attempt: str, num_ranks: int = 1,
@@ -144,7 +144,9 @@ class Writer:
         self.world_size = world_size
         self.attempt = attempt
         self.num_ranks, self.meanwhile = num_ranks, meanwhile
-        self.copies = True  # whether saves copy what they write; all ranks alike, else some wait for others' writing
+        # Whether saves write from copies; None before anybody has asked for memory. All ranks alike, else some wait for
+        # what others write beside their steps.
+        self.takes_snapshots: bool | None = None
         self.timeout_s = timeout_s
         self._num_saves = 0
         self._last_s = time.monotonic()  # when the last save began, or this was made
@@ -169,8 +171,8 @@ class Writer:
              held_alike: Callable[[], HeldAlike] = dict, before_commit: Callable[[], None] = lambda: None) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
 
-        What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`. Without memory for
-        copies (`copies`), the tensors themselves are written, and this returns when they are.
+        What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`. Where
+        `takes_snapshots` is False, the tensors themselves are written, and this returns when they are.
 
         Args:
             pieces: What this rank owns. The pieces of all ranks must cover every tensor without overlap; equal
@@ -196,10 +198,11 @@ class Writer:
         within_s = min((started_s - self._last_s) / 2, self.timeout_s / 4)
         self._last_s = started_s
         save = _Save(self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit, within_s)
-        save.start(list(pieces), document, copies=partial(self._copies, is_for_updates=is_for_updates) if (
-            snapshot and self.copies) else None)
+        is_blocking = snapshot and self.takes_snapshots is False
+        copies = partial(self._copies, is_for_updates=is_for_updates) if snapshot and not is_blocking else None
+        save.start(list(pieces), document, copies=copies)
         self._save = save
-        if snapshot and not self.copies:
+        if is_blocking:
             self.wait()
         return time.monotonic() - started_s
 
@@ -273,8 +276,8 @@ class Writer:
                 _remove(path)
 
 
-def without_copies(pieces: Iterable[TensorPiece]) -> str:
-    """What a user should know where hosts have no memory for copies of such pieces."""
+def without_snapshots(pieces: Iterable[TensorPiece]) -> str:
+    """What a user should know where a host has no memory for copies of such pieces."""
     gib = sum(piece.tensor.nbytes for piece in pieces) / 2**30
     return (f"a host has no memory for copies of what its ranks save ({gib:.1f} GiB a rank): each save blocks the run "
             "until it is written")
@@ -306,7 +309,7 @@ class _Save:
         self._needed_bytes = 0
         self._is_waited_for, self._is_of_gpu = True, False
         self._num_signs = 0  # that this save goes on, here or on the ranks that it waits for
-        self._waits = False  # whether this rank's own part is done
+        self._waits = False  # whether it waits for other ranks now
         self._touched_s = 0.0  # when rank 0 last told the others that it goes on
         self._exiting, self._hurry = threading.Event(), threading.Event()
         # A daemon, as Python joins other threads before it lets us know that the process ends.
@@ -436,7 +439,7 @@ class _Save:
         return "rank 0's commit"
 
     def _goes_on(self) -> None:
-        """This save comes further. Rank 0, which looks at all parts, tells the others by its folder's time."""
+        """A part of this save has grown. Rank 0, which sees all parts, tells the others by the time of the folder."""
         self._num_signs += 1
         if self.rank == 0 and time.monotonic() - self._touched_s > _TOUCH_S:
             self._touched_s = time.monotonic()
@@ -444,7 +447,7 @@ class _Save:
                 os.utime(self.temp)
 
     def _reached(self) -> int:
-        """A number that changes while the ranks that this one waits for come further."""
+        """A number that changes while the parts of the ranks that this one waits for grow."""
         try:
             return self.temp.stat().st_mtime_ns if self.rank else sum(
                 path.stat().st_size for path in self.temp.iterdir())
@@ -452,9 +455,19 @@ class _Save:
             return -1
 
     def _wait_for(self, missing: Callable[[], str]) -> None:
-        """Look until nothing is missing, another rank reports a failure, the process exits, or nothing has come further
-        for the time that is allowed."""
+        """Look until nothing is missing.
+
+        Raises:
+            CheckpointError: another rank reports a failure, or no part has grown for the time that is allowed.
+            _Exiting: the process exits.
+        """
         self._waits = True
+        try:
+            self._look_for(missing)
+        finally:
+            self._waits = False
+
+    def _look_for(self, missing: Callable[[], str]) -> None:
         reached, looked_s = self._reached(), time.monotonic()
         deadline_s = looked_s + self.timeout_s
         pause_s = FIRST_POLL_S

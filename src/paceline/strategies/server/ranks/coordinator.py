@@ -651,7 +651,7 @@ class Coordinator(Server):
         self.journal.sync()
         blocked_s = self._order({"save": self.samples, "last": last})
         for worker in self.workers.values():  # nobody was heard meanwhile
-            worker.heard_s = max(worker.heard_s, time.monotonic())
+            worker.heard_s = time.monotonic()
         if self.writer is not None:
             self.blocked_s += blocked_s
             self._prune()

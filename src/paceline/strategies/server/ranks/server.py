@@ -18,7 +18,7 @@ from paceline.launch.logs import logger
 from paceline.launch.tls import Identity
 from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
-from paceline.runtime.checkpoint.write import Writer, without_copies
+from paceline.runtime.checkpoint.write import Writer, without_snapshots
 from paceline.runtime.copies import CopiedState, Copier, open_newest
 from paceline.runtime.follow import follow
 from paceline.runtime.memory import PeakMemory
@@ -151,9 +151,10 @@ class Server:
             return 0.0
         self.context.beat("save")
         pieces = list(state.pieces(self.shelf))
-        if self.writer.copies and not last and not self.writer.has_memory_for(pieces):
-            self.writer.copies = False
-            logger.warning(without_copies(pieces))
+        if not last and self.writer.takes_snapshots is not False:
+            self.writer.takes_snapshots = self.writer.has_memory_for(pieces)
+            if not self.writer.takes_snapshots:
+                logger.warning(without_snapshots(pieces))
         document = state.document(self.shelf, step=self.step, samples=samples)
         if self.callback_states is not None:
             document["callbacks"] = self.callback_states
