@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from paceline.errors import PeerLost
 from paceline.launch import local, outside_watch, watchdog
+from paceline.launch.context import RankContext
 from paceline.launch.failure import RankFailed
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.outside_watch import OutsideWatch
 from paceline.launch.watchdog import hang_failure, is_in_collective
+from paceline.strategies.server.exchange.wire import WireError
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
 
@@ -55,6 +57,15 @@ def test_collectives_that_do_not_match():
                          timeout_s=60)
     assert "all ranks wait in collectives that don't match for 60 s" in found.message
     assert "rank 0: step 5 (reduce), rank 1: step 6 (evaluate)" in found.message
+
+
+def test_a_peer_that_sent_what_it_may_not(monkeypatch: pytest.MonkeyPatch):
+    """Its words are told too: that it left is only concluded."""
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
+    context = RankContext(0, 2, 2, torch.device("cpu"), dist.HashStore(), HeartbeatTable(2), 0, "attempt")
+    failure = watchdog.peer_loss(context, WireError("a peer sent a frame of unknown kind 99"))
+    assert failure.message.startswith("rank 1 is gone: it closed its connections while this rank was in ")
+    assert "(a peer sent a frame of unknown kind 99)\n\nhint: " in failure.message
 
 
 def test_a_stack_inside_a_collective_waits():

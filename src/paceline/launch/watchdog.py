@@ -22,7 +22,7 @@ from dataclasses import replace
 from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
 
-from paceline.errors import PeerLost
+from paceline.errors import PacelineError, PeerLost
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure, failure_of, is_users
 from paceline.launch.liveness import silence_s
@@ -209,6 +209,8 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
     gone = context.dead[:1] or silent
     if not gone:
         return failure
-    message = (f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}\n\n"
+    # A torn connection says no more than that. What a peer sent wrongly says more.
+    why = f" ({error.args[0]})" if isinstance(error, PacelineError) and error.args else ""
+    message = (f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}{why}\n\n"
                f"hint: {_AFTER_LOSS}")
     return replace(failure, kind=PeerLost.__name__, message=message, where="", trace="")
