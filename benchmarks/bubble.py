@@ -96,9 +96,9 @@ def measure(name: str, *, ranks: int, microbatches: int, pace_s: float) -> dict[
     by_rank = [sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"]) for rank in range(ranks)]
     idle = []
     for step in range(STEPS):
-        found = [e for own in by_rank for e in own[step * per_step:(step + 1) * per_step]]
-        total = max(e["ts"] + e["dur"] for e in found) - min(e["ts"] for e in found)
-        idle.append(1 - sum(e["dur"] for e in found) / (total * ranks))
+        step_events = [e for own in by_rank for e in own[step * per_step:(step + 1) * per_step]]
+        total = max(e["ts"] + e["dur"] for e in step_events) - min(e["ts"] for e in step_events)
+        idle.append(1 - sum(e["dur"] for e in step_events) / (total * ranks))
     orders = schedule(name, num_ranks=ranks, num_microbatches=microbatches, virtual=virtual)  # type: ignore[arg-type]
     return {"schedule": name, "idle": statistics.median(idle), "in_flight": max(map(in_flight, orders)),
             "own_bubble": bubble(orders, num_stages=ranks * virtual)}
@@ -111,14 +111,14 @@ def main() -> None:
     parser.add_argument("--pace-ms", type=float, default=20.0, help="of each layer's forward and of each gradient")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     options = parser.parse_args()
-    found = [measure(name, ranks=options.ranks, microbatches=options.microbatches, pace_s=options.pace_ms / 1e3)
-             for name in SCHEDULES]
+    rows = [measure(name, ranks=options.ranks, microbatches=options.microbatches, pace_s=options.pace_ms / 1e3)
+            for name in SCHEDULES]
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(rows, indent=2))
         return
     print(f"{'schedule':<12} {'idle':>7} {'own bubble':>11} {'in flight':>10}   {options.ranks} ranks, "
           f"{options.microbatches} micro-batches")
-    for row in found:
+    for row in rows:
         print(f"{row['schedule']:<12} {row['idle']:>6.1%} {row['own_bubble']:>10.1%} {row['in_flight']:>10}")
 
 

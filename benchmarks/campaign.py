@@ -83,10 +83,10 @@ def names(message: str, ranks: Collection[int]) -> bool:
     return not set(named if "differs between" in message else named[:1]).isdisjoint(ranks)
 
 
-def tables(found: Sequence[dict[str, Any]]) -> str:
+def tables(rehearsals: Sequence[dict[str, Any]]) -> str:
     """What came of all runs, by plan and by the kind of the faults that struck, in Markdown."""
-    runs = [run for run in found if run["faults"]]
-    controls = [run for run in found if not run["faults"]]
+    runs = [run for run in rehearsals if run["faults"]]
+    controls = [run for run in rehearsals if not run["faults"]]
     waits: dict[str, list[float | None]] = {}
     struck = Counter[tuple[str, str]]()
     for run in runs:
@@ -107,8 +107,8 @@ def tables(found: Sequence[dict[str, Any]]) -> str:
     for kind, seconds in sorted(waits.items()):
         known = [second for second in seconds if second is not None] or [0.0]
         lines.append(f"| `{kind}` | {len(seconds)} | {statistics.median(known):.2f} | {max(known):.2f} |")
-    failed = ", ".join(str(run["seed"]) for run in found if not (run["passed"] and run["named"]))
-    lost = sum(run["samples_lost"] + run["samples_repeated"] for run in found)
+    failed = ", ".join(str(run["seed"]) for run in rehearsals if not (run["passed"] and run["named"]))
+    lost = sum(run["samples_lost"] + run["samples_repeated"] for run in rehearsals)
     lines += ["", f"{len(runs)} runs, {sum(run['passed'] for run in runs)} passed, "
               f"{sum(run['named'] for run in runs)} named the culprit, {lost} samples lost or repeated; "
               f"{len(controls)} controls, {sum(is_silent(run) for run in controls)} without an alarm; "
@@ -133,19 +133,19 @@ def main() -> None:
     if asked.read is not None:
         print(tables([run for path in asked.read for run in json.loads(path.read_text())]))
         return
-    found: list[dict[str, Any]] = []
+    rehearsals: list[dict[str, Any]] = []
     for number in range(asked.runs + asked.controls):
         seed = asked.first + number
         is_control = number >= asked.runs
-        found.append(rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, cuts=asked.cuts))
-        latest = found[-1]
+        rehearsals.append(rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, cuts=asked.cuts))
+        latest = rehearsals[-1]
         waits = [effect["next_step_s"] for effect in latest["effects"] if effect["next_step_s"] is not None]
         print(f"{seed:4} {latest['plan']:34} {'passed' if latest['passed'] else 'FAILED'} "
               f"{'named' if latest['named'] else 'NOT NAMED':9} {max(waits, default=0):6.2f} s "
               f"{latest['recomputed_updates']:3} again  {', '.join(latest['faults'])}", flush=True)
         if asked.json is not None:
-            asked.json.write_text(json.dumps(found, indent=1))
-    print(tables(found))
+            asked.json.write_text(json.dumps(rehearsals, indent=1))
+    print(tables(rehearsals))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
                  for rank, (host, pace) in enumerate(zip(used, own, strict=True))]
         try:
             deadline = time.monotonic() + TIMEOUT_S
-            said = [rank.communicate(timeout=max(1.0, deadline - time.monotonic())) for rank in ranks]
+            outputs = [rank.communicate(timeout=max(1.0, deadline - time.monotonic())) for rank in ranks]
         except subprocess.TimeoutExpired as error:
             raise Failed(f"{plan}: took longer than {TIMEOUT_S:.0f} s") from error
         finally:
@@ -120,12 +120,12 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
                 if rank.poll() is None:
                     os.killpg(rank.pid, signal.SIGKILL)
                     rank.wait()
-        if bad := [said[number][1] for number, rank in enumerate(ranks) if rank.returncode]:
+        if bad := [outputs[number][1] for number, rank in enumerate(ranks) if rank.returncode]:
             raise Failed(f"{plan}: {bad[0][-2000:]}")
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if "loss" in line]
+    loss_lines = [line for line in lines if "loss" in line]
     end = -1 if every > 1 else -1 - LAST  # local steps are told of together
-    first, last = found[max(FIRST, every) - 1], found[end]
+    first, last = loss_lines[max(FIRST, every) - 1], loss_lines[end]
     spent_s = last["time"] - first["time"]
     samples_per_s = (last["samples"] - first["samples"]) / spent_s
     ideal = SAMPLES * sum(1 / pace.mean_step_s(step_s) for pace in paces)  # samples a second
@@ -133,31 +133,31 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
                  spent_s / (last["step"] - first["step"]))
 
 
-def table(found: Sequence[Found], mbit_s: float) -> str:
+def table(results: Sequence[Found], mbit_s: float) -> str:
     """Efficiency in percent: a row a way, a column a number of hosts."""
-    counts = sorted({one.workers for one in found})
-    cells = {(one.way, one.workers): one for one in found if one.mbit_s == mbit_s}
+    counts = sorted({one.workers for one in results})
+    cells = {(one.way, one.workers): one for one in results if one.mbit_s == mbit_s}
     rows = [f"{f'{mbit_s:g} Mbit/s':<24}" + "".join(f"{count:>8}" for count in counts)]
-    for way in dict.fromkeys(one.way for one in found):
+    for way in dict.fromkeys(one.way for one in results):
         values = (cells.get((way, count)) for count in counts)
         rows.append(f"{way:<24}" + "".join(f"{100 * one.efficiency:>7.1f}%" if one else f"{'-':>8}" for one in values))
     return "\n".join(rows)
 
 
-def plot(found: Sequence[Found], path: str) -> None:
+def plot(results: Sequence[Found], path: str) -> None:
     """Speed-up over one host by number of hosts, a panel a link speed."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    rates = sorted({one.mbit_s for one in found})
+    rates = sorted({one.mbit_s for one in results})
     figure, panels = plt.subplots(1, len(rates), figsize=(5 * len(rates), 4), squeeze=False, sharey=True)
     for panel, rate in zip(panels[0], rates, strict=True):
-        counts = sorted({one.workers for one in found})
+        counts = sorted({one.workers for one in results})
         panel.plot(counts, counts, color="0.8", label="ideal")
-        for way in dict.fromkeys(one.way for one in found):
-            points = sorted((one.workers, one.workers * one.efficiency) for one in found
+        for way in dict.fromkeys(one.way for one in results):
+            points = sorted((one.workers, one.workers * one.efficiency) for one in results
                             if one.way == way and one.mbit_s == rate)
             panel.plot(*zip(*points, strict=True), marker="o", label=way)
         panel.set(title=f"{rate:g} Mbit/s", xlabel="hosts")
@@ -182,20 +182,20 @@ def main() -> None:
     parser.add_argument("--json", help="write every figure to this file")
     parser.add_argument("--plot", help="draw speed-up over hosts into this file")
     options = parser.parse_args()
-    found: list[Found] = []
+    results: list[Found] = []
     try:
         for rate in options.mbit_s:
             with hosts(max(options.hosts) + 1, mbit_s=rate) as lab:
                 for way in (way for way in WAYS if way.name in options.ways):
                     for workers in options.hosts:
-                        found += _tried(way, lab, workers=workers, mbit_s=rate, options=options)
-            print(table(found, rate), flush=True)
+                        results += _tried(way, lab, workers=workers, mbit_s=rate, options=options)
+            print(table(results, rate), flush=True)
     except NoLab as error:
         raise SystemExit(f"skipped: {error}") from None
     if options.json:
-        Path(options.json).write_text(json.dumps([asdict(one) for one in found], indent=2))
+        Path(options.json).write_text(json.dumps([asdict(one) for one in results], indent=2))
     if options.plot:
-        plot(found, options.plot)
+        plot(results, options.plot)
 
 
 def _tried(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, options: Any) -> list[Found]:

@@ -57,10 +57,10 @@ def main() -> None:
             raise SystemExit(f"round {number + 1}: {name} failed: {result}")
         runs.setdefault(name, []).append(result)
         print(f"round {number + 1}: {name} check {result.check_s:.2f} s, step {result.step_s:.4f} s", file=sys.stderr)
-    rows = {name: {"check_s": statistics.median(run.check_s for run in found),
-                   "step_s": statistics.median(run.step_s for run in found),
-                   "steps": statistics.median(run.check_s / run.step_s for run in found)}
-            for name, found in runs.items()}
+    rows = {name: {"check_s": statistics.median(run.check_s for run in job_runs),
+                   "step_s": statistics.median(run.step_s for run in job_runs),
+                   "steps": statistics.median(run.check_s / run.step_s for run in job_runs)}
+            for name, job_runs in runs.items()}
     if options.json:
         print(json.dumps(rows, indent=2))
         return

@@ -111,11 +111,11 @@ def _sent_bytes(summary: Mapping[str, Any]) -> float:
                for worker in summary["workers"].values()) / summary["world_size"]
 
 
-def table(found: Sequence[Found]) -> str:
+def table(results: Sequence[Found]) -> str:
     """A row a way; losses also beside the synchronous one's."""
-    first = found[0]
+    first = results[0]
     rows = [f"{'way':<32}{'training':>18}{'validation':>18}{'accuracy':>10}{'MB sent':>10}{'fewer':>9}"]
-    for one in found:
+    for one in results:
         accuracy = "-" if one.accuracy is None else f"{100 * one.accuracy:.1f} %"
         rows.append(f"{one.way:<32}{_beside(one.training_loss, first.training_loss):>18}"
                     f"{_beside(one.validation_loss, first.validation_loss):>18}{accuracy:>10}"
@@ -139,17 +139,18 @@ def main() -> None:
     parser.add_argument("--json", help="write every figure to this file")
     options = parser.parse_args()
     settings = dict(word.split("=", 1) for word in options.set)
-    found: list[Found] = []
+    results: list[Found] = []
     for way in dict.fromkeys([SYNCHRONOUS, *options.ways]):
         try:
-            found.append(run(way, SUBJECTS[options.job], settings, workers=options.workers,
-                             synchronous_first=options.synchronous_first))
+            results.append(run(way, SUBJECTS[options.job], settings, workers=options.workers,
+                               synchronous_first=options.synchronous_first))
         except ContenderFailed as error:
             raise SystemExit(f"{way} failed: {error}") from None
-        print(table([found[0], found[-1]]).splitlines()[-1], f"{found[-1].wall_s:.0f} s", file=sys.stderr, flush=True)
-    print(table(found), flush=True)
+        print(table([results[0], results[-1]]).splitlines()[-1], f"{results[-1].wall_s:.0f} s", file=sys.stderr,
+              flush=True)
+    print(table(results), flush=True)
     if options.json:
-        Path(options.json).write_text(json.dumps([asdict(one) for one in found], indent=2))
+        Path(options.json).write_text(json.dumps([asdict(one) for one in results], indent=2))
 
 
 if __name__ == "__main__":

@@ -33,15 +33,15 @@ def search(*words: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         run = Path(folder) / "run"
         run_command(paceline("search", str(EXAMPLE), "--procs", str(PROCESSES), "--run", str(run), *words))
-        found: dict[str, Any] = json.loads((run / "study.json").read_text())
-        return found
+        study: dict[str, Any] = json.loads((run / "study.json").read_text())
+        return study
 
 
 def ours_s(trials: int) -> float:
     began_s = time.perf_counter()
-    found = search("--trials", str(trials), "--sampler", "random", "--pruner", "none",
+    study = search("--trials", str(trials), "--sampler", "random", "--pruner", "none",
                    *(word for setting in FIXED for word in ("--set", setting)))
-    assert all(trial["state"] == "complete" for trial in found["trials"])
+    assert all(trial["state"] == "complete" for trial in study["trials"])
     return time.perf_counter() - began_s
 
 
@@ -93,15 +93,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     options = parser.parse_args()
     warn_if_busy()
-    found = rate(options.rounds, options.trials or 16) if options.what == "rate" else sooner(
+    comparison = rate(options.rounds, options.trials or 16) if options.what == "rate" else sooner(
         options.seeds, options.trials or 60)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(comparison, indent=2))
     elif options.what == "rate":
-        for name, value in found["trials_per_hour"].items():
+        for name, value in comparison["trials_per_hour"].items():
             print(f"{name:<10} {value:8,.0f} trials an hour")
     else:
-        print(f"random search's best of {options.trials or 60} trials: {found['median']:.2f} times sooner (median)")
+        print(f"random search's best of {options.trials or 60} trials: "
+              f"{comparison['median']:.2f} times sooner (median)")
 
 
 if __name__ == "__main__":

@@ -85,10 +85,10 @@ def cut_by_layers() -> float:
 def compare(name: str, ours: Callable[[], float], other: Callable[[], float], *, rounds: int) -> tuple[Ratio, Any]:
     """How much faster ours is, pair by pair."""
     seconds: dict[str, list[float]] = {"ours": [], "other": []}
-    for _, contender, found in take_turns({"ours": ours, "other": other}, rounds=rounds):
-        if isinstance(found, Exception):
-            raise SystemExit(f"{name}: {found}")
-        seconds[contender].append(found)
+    for _, contender, outcome in take_turns({"ours": ours, "other": other}, rounds=rounds):
+        if isinstance(outcome, Exception):
+            raise SystemExit(f"{name}: {outcome}")
+        seconds[contender].append(outcome)
     return ratio(seconds["other"], seconds["ours"]), {k: statistics.median(v) for k, v in seconds.items()}
 
 
@@ -102,17 +102,17 @@ def main() -> None:
         file.write(PARTS)
         file.flush()
         placed = f"place={file.name} parts=2"
-        found = {
+        comparisons = {
             "branches": compare("branches", lambda: step_s(lambda: TwoTowers(False), placed, batch=BRANCHES_BATCH),
                                 lambda: step_s(lambda: TwoTowers(True), placed, batch=BRANCHES_BATCH),
                                 rounds=options.rounds),
             "balance": compare("balance", lambda: step_s(lopsided, "pipeline=2 microbatches=8", batch=BALANCE_BATCH),
                                cut_by_layers, rounds=options.rounds)}
     if options.json:
-        document = {name: {"ratio": asdict(value), "step_s": seconds} for name, (value, seconds) in found.items()}
+        document = {name: {"ratio": asdict(value), "step_s": seconds} for name, (value, seconds) in comparisons.items()}
         print(json.dumps(document, indent=2))
         return
-    for name, (value, seconds) in found.items():
+    for name, (value, seconds) in comparisons.items():
         print(f"{name:<10} {value} (median step {1e3 * seconds['ours']:.1f} ms beside {1e3 * seconds['other']:.1f} ms)")
 
 

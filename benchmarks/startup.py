@@ -46,15 +46,15 @@ def main() -> None:
             raise SystemExit(f"round {number + 1}: {name} failed: {result}")
         seconds[name].append(result)
         print(f"round {number + 1}: {name} {result:.2f} s", file=sys.stderr)
-    found = ratio(seconds["paceline"], seconds["torchrun"])
+    time_ratio = ratio(seconds["paceline"], seconds["torchrun"])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     if options.json:
-        print(json.dumps({"first_step_s": medians, "runs_s": seconds, "ratio": asdict(found),
+        print(json.dumps({"first_step_s": medians, "runs_s": seconds, "ratio": asdict(time_ratio),
                           "interval": "95 %, sign test"}, indent=2))
     else:
         for name, value in medians.items():
             print(f"{name:<10} {value:6.2f} s to the first step")
-        print(f"paceline / torchrun, median of pairs [95 % interval, sign test]: {found}")
+        print(f"paceline / torchrun, median of pairs [95 % interval, sign test]: {time_ratio}")
 
 
 if __name__ == "__main__":

@@ -92,16 +92,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     options = parser.parse_args()
     warn_if_busy()
-    found = []
+    rows = []
     for clients in options.clients:
         records = measure(contenders(clients, options.gigabytes, options.wires), rounds=options.rounds,
                           say=lambda run: f"{run.bytes_per_s / 1e6:.0f} MB/s, {run.cpu_s_per_gb:.2f} s/GB")
         ratios = compare(records)
-        found.append({"clients": clients, **document(records, ratios)})
+        rows.append({"clients": clients, **document(records, ratios)})
         if not options.json:
             print(table(records, ratios, clients), flush=True)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(rows, indent=2))
 
 
 if __name__ == "__main__":

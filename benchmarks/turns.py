@@ -59,13 +59,13 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 def _outside(num_pairs: int) -> int | None:
     """How many of the sorted pairs may be left out at each end; None if even all of them are not enough."""
-    missed, found = 0.0, None
+    missed, num_left_out = 0.0, None
     for k in range(num_pairs // 2):
         missed += 2 * math.comb(num_pairs, k) / 2**num_pairs
         if missed > 1 - CONFIDENCE:
             break
-        found = k
-    return found
+        num_left_out = k
+    return num_left_out
 
 
 class ContenderFailed(Exception):

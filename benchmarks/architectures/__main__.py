@@ -38,9 +38,9 @@ def fill(run: Path) -> None:
 
     grid = {**{name: list(options) for name, options in SPACE.items()}, "seed": list(SEEDS)}
     count = len(list(itertools.product(*grid.values())))
-    found = pl.search(str(HERE / "net.py"), count, sampler=GridSampler(grid, seed=0), pruner="none", procs=2, run=run,
+    study = pl.search(str(HERE / "net.py"), count, sampler=GridSampler(grid, seed=0), pruner="none", procs=2, run=run,
                       resume=True)
-    trained = {tuple(trial["params"][name] for name in grid): trial["figures"] for trial in found["trials"]
+    trained = {tuple(trial["params"][name] for name in grid): trial["figures"] for trial in study["trials"]
                if trial["state"] == "complete"}
     with open(TABLE, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -135,17 +135,18 @@ def main() -> None:
     if options.what == "table":
         fill(options.run)
         return
-    found = compare(options.seeds, options.trials)
+    comparison = compare(options.seeds, options.trials)
     if options.plot:
-        draw(found["trials"], options.plot)
+        draw(comparison["trials"], options.plot)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(comparison, indent=2))
         return
-    print(f"{found['best_nets']} of {found['nets']} nets are the best 5 %, with a loss of {found['best_loss']:.3f} to "
-          f"{found['best_part_loss']:.3f}; the median net has {found['median_loss']:.3f}")
-    print(f"a net's loss differs by {found['seed_spread']:.3f} from seed to seed (standard deviation, median of all "
-          f"nets), by {found['seed_spread_of_best']:.3f} among the best")
-    for name, needed in found["trials"].items():
+    print(f"{comparison['best_nets']} of {comparison['nets']} nets are the best 5 %, "
+          f"with a loss of {comparison['best_loss']:.3f} to "
+          f"{comparison['best_part_loss']:.3f}; the median net has {comparison['median_loss']:.3f}")
+    print(f"a net's loss differs by {comparison['seed_spread']:.3f} from seed to seed (standard deviation, "
+          f"median of all nets), by {comparison['seed_spread_of_best']:.3f} among the best")
+    for name, needed in comparison["trials"].items():
         low, middle, high = statistics.quantiles(needed, n=4)
         print(f"{name:<20} {middle:5.1f} trials (median), quartiles {low:.1f} and {high:.1f}, most {max(needed)}")
 

@@ -40,8 +40,8 @@ class Block(nn.Module):
         self.op, self.activation, self.is_residual = operation(op), activation, is_residual
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.activation(self.op(x))
-        return x + found if self.is_residual else found
+        activated = self.activation(self.op(x))
+        return x + activated if self.is_residual else activated
 
 
 def operation(name: str) -> nn.Module:

@@ -71,8 +71,8 @@ def run_ray(trials: int, processes: int) -> None:
                        param_space={"lr": tune.loguniform(1e-4, 1e-1)},
                        tune_config=tune.TuneConfig(num_samples=trials, metric="loss", mode="min"),
                        run_config=tune.RunConfig(verbose=0))
-    found = tuner.fit()
-    assert len(found) == trials and not found.num_errors
+    results = tuner.fit()
+    assert len(results) == trials and not results.num_errors
     ray.shutdown()
 
 

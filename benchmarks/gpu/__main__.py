@@ -50,13 +50,13 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
     Raises:
         RuntimeError: there is no GPU that torch can use.
     """
-    found = seen(python)
-    if not found["gpus"]:
+    environment = seen(python)
+    if not environment["gpus"]:
         raise RuntimeError("torch can use no GPU here: `paceline doctor` says why")
     ends_s = time.monotonic() + 60 * minutes
-    document: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **found}
+    document: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **environment}
     with tempfile.TemporaryDirectory(prefix="paceline-gpu-check-") as name:
-        arguments = (len(found["gpus"]), Path(name), python, lambda: time.monotonic() > ends_s)
+        arguments = (len(environment["gpus"]), Path(name), python, lambda: time.monotonic() > ends_s)
         made = {"matrix": lambda: map(asdict, matrix(*arguments, cells=cells, jobs=jobs)),
                 "proof": partial(proof, *arguments, jobs=jobs),
                 "failures": partial(failures, *arguments, jobs=jobs),

@@ -50,7 +50,7 @@ class Ended:
         return " ".join(lines[first:first + 1 + announces])[:300]
 
     @property
-    def said(self) -> str:
+    def stderr_tail(self) -> str:
         """The end of what it wrote for people."""
         return self.stderr.strip()[-SAID_CHARACTERS:]
 

@@ -87,9 +87,9 @@ def gpt(width: int = 1024, layers: int = 12, sequence: int = 512, batch: int = 1
     Args:
         noted: A file in which the first rank notes the host's seconds that it has used when each loss is computed.
     """
-    found = paceline.load(str(EXAMPLE), {"width": width, "layers": layers, "sequence": sequence, "batch": batch})
-    loss = _noting(found.loss, Path(noted)) if noted else found.loss
-    return replace(found, precision=precision, validation=None, loss=loss)
+    example = paceline.load(str(EXAMPLE), {"width": width, "layers": layers, "sequence": sequence, "batch": batch})
+    loss = _noting(example.loss, Path(noted)) if noted else example.loss
+    return replace(example, precision=precision, validation=None, loss=loss)
 
 
 def perceptron(width: int = 8192, layers: int = 4, batch: int = 512) -> paceline.Job:

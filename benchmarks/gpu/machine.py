@@ -28,13 +28,13 @@ def seen(python: Sequence[str]) -> dict[str, Any]:
 def machine(python: Sequence[str]) -> dict[str, Any]:
     """What `paceline doctor`, torch and NVIDIA's tools say."""
     doctor = command.run([*python, "-m", "paceline", "doctor", "--json"])
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "doctor": json.loads(doctor.stdout) if doctor.stdout.strip() else {"failed": doctor.reason},
         "torch": command.run([*python, "-m", "torch.utils.collect_env"]).stdout}
     if shutil.which("nvidia-smi"):
-        found["nvidia-smi"] = command.run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"]).stdout
-        found["topology"] = command.run(["nvidia-smi", "topo", "-m"]).stdout
-    return found
+        description["nvidia-smi"] = command.run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"]).stdout
+        description["topology"] = command.run(["nvidia-smi", "topo", "-m"]).stdout
+    return description
 
 
 def _look() -> dict[str, Any]:

@@ -87,8 +87,8 @@ def matrix(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable
 
     runs = list(dict.fromkeys(run for job, plan in cells for run in (_reference(job, plan), _on_gpus(job, plan, gpus))))
     known: dict[_Run, _Trained | command.Ended | None] = {}
-    for run, found in zip(runs, command.beside(jobs, trained, runs), strict=True):
-        known[run] = found
+    for run, result in zip(runs, command.beside(jobs, trained, runs), strict=True):
+        known[run] = result
         while cells and (_reference(*cells[0]) in known) and (_on_gpus(*cells[0], gpus) in known):
             (job, plan), *cells = cells
             run = _on_gpus(job, plan, gpus)
@@ -111,22 +111,22 @@ def _read(run_dir: Path, seconds: float) -> _Trained:
     return _Trained([row["loss"] for row in rows if "loss" in row], load_file(run_dir / "model.safetensors"), seconds)
 
 
-def _compared(run: _Run, found: _Trained | command.Ended | None, expected: _Trained | command.Ended | None) -> Cell:
-    if found is None or expected is None:
+def _compared(run: _Run, actual: _Trained | command.Ended | None, expected: _Trained | command.Ended | None) -> Cell:
+    if actual is None or expected is None:
         return Cell(run.job, run.plan, run.devices, "not run", reason="the time was up")
-    if isinstance(found, command.Ended):
-        return Cell(run.job, run.plan, run.devices, "failed", reason=found.reason, said=found.said,
-                    seconds=found.seconds)
+    if isinstance(actual, command.Ended):
+        return Cell(run.job, run.plan, run.devices, "failed", reason=actual.reason, said=actual.stderr_tail,
+                    seconds=actual.seconds)
     if isinstance(expected, command.Ended):
-        return Cell(run.job, run.plan, run.devices, "failed", said=expected.said, seconds=found.seconds,
+        return Cell(run.job, run.plan, run.devices, "failed", said=expected.stderr_tail, seconds=actual.seconds,
                     reason=f"what it is compared with failed: {expected.reason}")
-    if found.weights.keys() != expected.weights.keys() or len(found.losses) != len(expected.losses):
-        return Cell(run.job, run.plan, run.devices, "differs", reason="other weights or steps", seconds=found.seconds)
-    distances = [abs(a - b) / abs(b or 1.0) for a, b in zip(found.losses, expected.losses, strict=True)]
-    distances += [((found.weights[name] - value).abs().max() / (value.abs().max() or 1.0)).item()
+    if actual.weights.keys() != expected.weights.keys() or len(actual.losses) != len(expected.losses):
+        return Cell(run.job, run.plan, run.devices, "differs", reason="other weights or steps", seconds=actual.seconds)
+    distances = [abs(a - b) / abs(b or 1.0) for a, b in zip(actual.losses, expected.losses, strict=True)]
+    distances += [((actual.weights[name] - value).abs().max() / (value.abs().max() or 1.0)).item()
                   for name, value in expected.weights.items() if value.numel()]
     off_by = math.inf if any(map(math.isnan, distances)) else max(distances)
     is_int8 = Plan.parse(run.plan).modifiers.compress == "int8"
     tolerance = INT8_TOLERANCE if is_int8 else TOLERANCES.get(run.job, TOLERANCE)
     verdict = "equal" if off_by <= tolerance else "differs"
-    return Cell(run.job, run.plan, run.devices, verdict, off_by, seconds=found.seconds)
+    return Cell(run.job, run.plan, run.devices, verdict, off_by, seconds=actual.seconds)

@@ -68,17 +68,17 @@ def _contenders(gpus: int, folder: Path, python: Sequence[str], settings: list[s
             return ended.reason
         return {**json.loads(ended.stdout.strip().splitlines()[-1]), "host_s": _host_s(noted)}
 
-    found: dict[str, Callable[[], dict[str, Any] | str]] = {
+    contenders: dict[str, Callable[[], dict[str, Any] | str]] = {
         "plain loop": lambda: theirs("-m", PEER),
         "plain loop, torch.compile": lambda: theirs("-m", PEER, compiled=True),
         "single": lambda: ours("single", "cuda:0"),
         "single compile=blocks": lambda: ours("single compile=blocks", "cuda:0")}
     if gpus > 1:
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", PEER)
-        found["DistributedDataParallel"] = lambda: theirs(*torchrun)
+        contenders["DistributedDataParallel"] = lambda: theirs(*torchrun)
         for plan in (f"data={gpus}", f"shard={gpus}"):
-            found[plan] = lambda plan=plan: ours(plan, f"cuda:0-{gpus - 1}")  # type: ignore[misc]
-    return found
+            contenders[plan] = lambda plan=plan: ours(plan, f"cuda:0-{gpus - 1}")  # type: ignore[misc]
+    return contenders
 
 
 def _host_s(noted: Path) -> float:
@@ -98,11 +98,11 @@ def _beside(model: str, precision: str, contenders: Mapping[str, Callable[[], di
             if out_of_time():
                 failed.setdefault(name, "the time was up")
                 continue
-            found = run()
-            if isinstance(found, str):
-                failed[name] = found
+            result = run()
+            if isinstance(result, str):
+                failed[name] = result
             else:
-                runs[name].append(found)
+                runs[name].append(result)
     return [_row(model, precision, name, runs, failed.get(name, "")) for name in contenders]
 
 

@@ -61,7 +61,8 @@ def main() -> None:
     names = [name for ours, (theirs, _) in pairs.items() for name in (theirs, ours)]
     records = measure({name: ("torch", partial(run, library, name, options.steps)) for name in names},
                       rounds=options.rounds,
-                      say=lambda found: f"{1e3 * found.host_s:.2f} ms, {1e3 * found.without_gloo_s:.2f} without gloo")
+                      say=lambda record: f"{1e3 * record.host_s:.2f} ms, "
+                                         f"{1e3 * record.without_gloo_s:.2f} without gloo")
     measured = {ours: theirs for ours, (theirs, _) in pairs.items()
                 if not (records[ours].skipped or records[theirs].skipped)}
     ratios = {figure: {ours: ratio(records[ours].all(figure), records[theirs].all(figure))

@@ -113,11 +113,11 @@ def ours(plan: str, steps: int, folder: Path) -> list[tuple[float, float]]:
     ends_s: list[tuple[float, float]] = []
 
     def noted(stepper: Stepper, *arguments: Any, **options: Any) -> Any:
-        found = step(stepper, *arguments, **options)
+        step_result = step(stepper, *arguments, **options)
         ends_s.append(clocks_s())
         if len(ends_s) == steps and not (dist.is_initialized() and dist.get_rank()):
             result.write_text(json.dumps(ends_s))
-        return found
+        return step_result
 
     Stepper.step = noted  # type: ignore[method-assign]
     job = paceline.Job(model=Tokens, data=data(steps), loss=loss, batch=BATCH, steps=steps,

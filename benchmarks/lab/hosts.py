@@ -22,9 +22,9 @@ class NoLab(Exception):
 
 
 def _ip(*arguments: str) -> None:
-    found = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30, check=False)
-    if found.returncode:
-        raise NoLab(f"ip {' '.join(arguments)}: {found.stderr.strip()}")
+    completed = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    if completed.returncode:
+        raise NoLab(f"ip {' '.join(arguments)}: {completed.stderr.strip()}")
 
 
 def _in(namespace: str, *command: str) -> None:

@@ -18,42 +18,42 @@ ALEXNET = [
 
 
 def _vgg16() -> list[Stretch]:
-    found, channels, side = [], 3, 224
+    net, channels, side = [], 3, 224
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         convs = []
         for _ in range(depth):
             convs.append(Conv(channels, width, (3, 3), side, has_norm=False))
             channels = width
-        found.append(Stretch(tuple(convs), pool=2))
+        net.append(Stretch(tuple(convs), pool=2))
         side //= 2
-    return [*found, Stretch(linear=((512 * 49, 4096), (4096, 4096), (4096, 1000)))]
+    return [*net, Stretch(linear=((512 * 49, 4096), (4096, 4096), (4096, 1000)))]
 
 
 def _inception3() -> list[Stretch]:
     stem = (Conv(3, 32, (3, 3), 149, 2), Conv(32, 32, (3, 3), 147), Conv(32, 64, (3, 3), 147), Conv(64, 80, (1, 1), 73),
             Conv(80, 192, (3, 3), 71))
-    found = [Stretch(stem, pool=2)]
+    net = [Stretch(stem, pool=2)]
     inputs = 192
     for pooled in (32, 64, 64):
-        found.append(Stretch((Conv(inputs, 64, (1, 1), 35), Conv(inputs, 48, (1, 1), 35), Conv(48, 64, (5, 5), 35),
-                              Conv(inputs, 64, (1, 1), 35), Conv(64, 96, (3, 3), 35), Conv(96, 96, (3, 3), 35),
-                              Conv(inputs, pooled, (1, 1), 35))))
+        net.append(Stretch((Conv(inputs, 64, (1, 1), 35), Conv(inputs, 48, (1, 1), 35), Conv(48, 64, (5, 5), 35),
+                            Conv(inputs, 64, (1, 1), 35), Conv(64, 96, (3, 3), 35), Conv(96, 96, (3, 3), 35),
+                            Conv(inputs, pooled, (1, 1), 35))))
         inputs = 224 + pooled
-    found.append(Stretch((Conv(288, 384, (3, 3), 17, 2), Conv(288, 64, (1, 1), 35), Conv(64, 96, (3, 3), 35),
-                          Conv(96, 96, (3, 3), 17, 2))))
+    net.append(Stretch((Conv(288, 384, (3, 3), 17, 2), Conv(288, 64, (1, 1), 35), Conv(64, 96, (3, 3), 35),
+                        Conv(96, 96, (3, 3), 17, 2))))
     for c in (128, 160, 160, 192):
-        found.append(Stretch((
+        net.append(Stretch((
             Conv(768, 192, (1, 1), 17), Conv(768, c, (1, 1), 17), Conv(c, c, (1, 7), 17), Conv(c, 192, (7, 1), 17),
             Conv(768, c, (1, 1), 17), Conv(c, c, (7, 1), 17), Conv(c, c, (1, 7), 17), Conv(c, c, (7, 1), 17),
             Conv(c, 192, (1, 7), 17), Conv(768, 192, (1, 1), 17))))
-    found.append(Stretch((Conv(768, 192, (1, 1), 17), Conv(192, 320, (3, 3), 8, 2), Conv(768, 192, (1, 1), 17),
-                          Conv(192, 192, (1, 7), 17), Conv(192, 192, (7, 1), 17), Conv(192, 192, (3, 3), 8, 2))))
+    net.append(Stretch((Conv(768, 192, (1, 1), 17), Conv(192, 320, (3, 3), 8, 2), Conv(768, 192, (1, 1), 17),
+                        Conv(192, 192, (1, 7), 17), Conv(192, 192, (7, 1), 17), Conv(192, 192, (3, 3), 8, 2))))
     for inputs in (1280, 2048):
-        found.append(Stretch((
+        net.append(Stretch((
             Conv(inputs, 320, (1, 1), 8), Conv(inputs, 384, (1, 1), 8), Conv(384, 384, (1, 3), 8),
             Conv(384, 384, (3, 1), 8), Conv(inputs, 448, (1, 1), 8), Conv(448, 384, (3, 3), 8),
             Conv(384, 384, (1, 3), 8), Conv(384, 384, (3, 1), 8), Conv(inputs, 192, (1, 1), 8))))
-    return [*found, Stretch(linear=((2048, 1000),))]
+    return [*net, Stretch(linear=((2048, 1000),))]
 
 
 def _residual(*depths: int) -> list[Stretch]:

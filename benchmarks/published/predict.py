@@ -15,19 +15,19 @@ class Prediction:
     """Of one case."""
 
     case: Case
-    found: Estimate
+    estimate: Estimate
 
     @property
     def ratio(self) -> float | None:
         """Predicted over measured seconds; None where none were measured."""
-        return self.found.step_s / self.case.step_s if self.case.step_s else None
+        return self.estimate.step_s / self.case.step_s if self.case.step_s else None
 
     @property
     def memory_bytes(self) -> float:
         """Of what the row's source means by memory, on the fullest rank."""
         if self.case.is_device_memory:
-            return max(need.total_bytes for need in self.found.needs)
-        return self.found.peak_memory_bytes
+            return max(need.total_bytes for need in self.estimate.needs)
+        return self.estimate.peak_memory_bytes
 
 
 def predict(case: Case, program: Software | None = None) -> Prediction:

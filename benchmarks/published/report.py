@@ -42,8 +42,8 @@ class Errors:
 
 
 def errors(done: Sequence[Prediction]) -> Errors | None:
-    found = tuple(abs(p.ratio - 1) for p in done if p.ratio is not None)
-    return Errors(found) if found else None
+    relative_errors = tuple(abs(p.ratio - 1) for p in done if p.ratio is not None)
+    return Errors(relative_errors) if relative_errors else None
 
 
 def constant(done: Sequence[Prediction]) -> Errors | None:
@@ -89,7 +89,7 @@ def choices(done: Iterable[Prediction]) -> list[Choice]:
     for p in done:
         if p.case.step_s is not None:
             groups[p.case.group].append(p)
-    found = []
+    planner_choices = []
     for members in groups.values():
         by_plan: dict[str, list[Prediction]] = defaultdict(list)
         for p in members:
@@ -97,10 +97,10 @@ def choices(done: Iterable[Prediction]) -> list[Choice]:
         measured = [statistics.median(p.case.step_s or 0.0 for p in alike) for alike in by_plan.values()]
         if len(by_plan) < 3 or len(set(measured)) < 2:
             continue
-        ours = [statistics.median(p.found.step_s for p in alike) for alike in by_plan.values()]
+        ours = [statistics.median(p.estimate.step_s for p in alike) for alike in by_plan.values()]
         first = min(range(len(ours)), key=ours.__getitem__)
-        found.append(Choice(len(by_plan), rank_correlation(ours, measured), measured[first] / min(measured)))
-    return found
+        planner_choices.append(Choice(len(by_plan), rank_correlation(ours, measured), measured[first] / min(measured)))
+    return planner_choices
 
 
 def left_out(case: Case) -> Software:
@@ -119,27 +119,27 @@ def memory_errors(done: Iterable[Prediction]) -> list[float]:
 
 def out_of_memory(done: Iterable[Prediction]) -> Counter[str]:
     """Rows by what was said and what happened."""
-    return Counter(f"{'fits' if p.found.fits else 'does not fit'}, {'fitted' if p.case.fits else 'ran out'}"
+    return Counter(f"{'fits' if p.estimate.fits else 'does not fit'}, {'fitted' if p.case.fits else 'ran out'}"
                    for p in done)
 
 
 def covered(done: Iterable[Prediction]) -> list[bool]:
-    return [p.found.low_s <= p.case.step_s <= p.found.high_s for p in done if p.case.step_s]
+    return [p.estimate.low_s <= p.case.step_s <= p.estimate.high_s for p in done if p.case.step_s]
 
 
 def main(path: Path) -> int:
     skipped: dict[str, Counter[str]] = defaultdict(Counter)
     done: dict[str, list[Prediction]] = defaultdict(list)
     without: dict[str, list[Prediction]] = defaultdict(list)
-    for found in read(path):
-        if not isinstance(found, Case):
-            skipped[found[0]][found[2]] += 1
+    for row in read(path):
+        if not isinstance(row, Case):
+            skipped[row[0]][row[2]] += 1
             continue
         try:
-            done[found.source].append(predict(found))
-            without[found.source].append(predict(found, left_out(found)))
+            done[row.source].append(predict(row))
+            without[row.source].append(predict(row, left_out(row)))
         except PlanError as error:
-            skipped[found.source][f"refused: {str(error).splitlines()[0]}"[:80]] += 1
+            skipped[row.source][f"refused: {str(error).splitlines()[0]}"[:80]] += 1
     print("Error of a step's time as a part of the measured one. constant: one FLOP/s fitted to the source.")
     print("left out: with the medians of other programs' fitted figures. order: Spearman; regret: mean, worst.\n")
     print(f"{'source':<14}{'rows':>5}{'mean':>7}{'median':>8}{'p90':>7}{'const.':>8}{'left out':>10}"
@@ -179,12 +179,12 @@ def _line(source: str, done: Sequence[Prediction], without: Sequence[Prediction]
 
 def _summary(done: dict[str, list[Prediction]], without: dict[str, list[Prediction]],
              everything: Sequence[Prediction]) -> None:
-    medians = [found.median for listed in done.values() if (found := errors(listed))]
-    apart = [found.median for listed in without.values() if (found := errors(listed))]
+    medians = [source_errors.median for listed in done.values() if (source_errors := errors(listed))]
+    apart = [source_errors.median for listed in without.values() if (source_errors := errors(listed))]
     large = {source: (ours.median, plain.median) for source, listed in done.items()
              if (ours := errors(listed)) and (plain := constant(listed)) and len(ours.parts) >= FEW}
     beaten = [source for source, (ours, plain) in large.items() if ours < plain]
-    widths = [math.log(p.found.high_s / p.found.low_s) / 2 for p in everything if p.case.step_s]
+    widths = [math.log(p.estimate.high_s / p.estimate.low_s) / 2 for p in everything if p.case.step_s]
     print(f"\nMean of the sources' medians: {statistics.fmean(medians):.1%}; left out: {statistics.fmean(apart):.1%}.\n"
           f"Below the constant on {len(beaten)} of {len(large)} sources with {FEW} rows or more.")
     wide = statistics.median(widths)
@@ -195,9 +195,9 @@ def _summary(done: dict[str, list[Prediction]], without: dict[str, list[Predicti
 def _memory(done: dict[str, list[Prediction]]) -> None:
     print("\nMemory, as a part of the measured: rows, median of the error, median of its size")
     for source, listed in done.items():
-        if found := memory_errors(listed):
-            print(f"  {source:<14}{len(found):>5}{statistics.median(found):>+8.1%}"
-                  f"{statistics.median(map(abs, found)):>8.1%}")
+        if relative_errors := memory_errors(listed):
+            print(f"  {source:<14}{len(relative_errors):>5}{statistics.median(relative_errors):>+8.1%}"
+                  f"{statistics.median(map(abs, relative_errors)):>8.1%}")
     counted: Counter[str] = sum((out_of_memory(listed) for listed in done.values()), Counter())
     print("Predicted, measured: rows")
     for what, count in sorted(counted.items()):

@@ -214,13 +214,13 @@ def _size(row: Row, source: Source) -> DecoderSize:
 
 
 def _program(row: Row, source: Source) -> Software:
-    found = software(source.program(row))
+    program = software(source.program(row))
     text = row["recompute"]
     if "sequence-parallel" in text:
-        return replace(found, sequence_parallel=True)
+        return replace(program, sequence_parallel=True)
     if text and source.names_sequence:
-        return replace(found, sequence_parallel=False)
-    return found
+        return replace(program, sequence_parallel=False)
+    return program
 
 
 def _recompute(row: Row, source: Source) -> str:
@@ -292,16 +292,16 @@ def _cluster(row: Row, source: Source, num_devices: int) -> Cluster:
     kinds = source.nodes(row["hardware"])
     if not kinds:
         raise Skipped(f"nothing is known of its hardware, '{row['hardware']}'")
-    found = []
+    node_groups = []
     for count, name in kinds:
         known = accelerator(name)
         in_a_node = min(each or known.devices_per_node, num_devices)
         inside = _stated(row["intra_bw"], name, 1) or link_of(known_link(known.link))
         across = _stated(row["inter_bw"], name, in_a_node) or link_of(known_link(known.network))
         nodes = count or -(-num_devices // in_a_node)
-        found.append(Nodes(nodes, (described(known),) * in_a_node,
-                           Network(inside, across, in_a_node, max(1, in_a_node // source.devices_per_port))))
-    return Cluster.of(tuple(found))
+        node_groups.append(Nodes(nodes, (described(known),) * in_a_node,
+                                 Network(inside, across, in_a_node, max(1, in_a_node // source.devices_per_port))))
+    return Cluster.of(tuple(node_groups))
 
 
 def _stated(text: str, name: str, devices_per_node: int) -> Link | None:

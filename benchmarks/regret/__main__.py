@@ -69,11 +69,11 @@ class Measured:
 
     @classmethod
     def of(cls, one: Candidate, alone: Candidate | None = None) -> Measured:
-        found = one.estimate
+        estimate = one.estimate
         times = () if alone is None else (alone.estimate.step_s, alone.estimate.low_s, alone.estimate.high_s)
-        return cls(str(one.plan), found.step_s, found.low_s, found.high_s, found.peak_memory_bytes,
-                   dict(found.breakdown), dict(found.ledger), one.plan.relaxed is not None,
-                   found.is_measured, **dict(zip(("alone_s", "alone_low_s", "alone_high_s"), times, strict=False)))
+        return cls(str(one.plan), estimate.step_s, estimate.low_s, estimate.high_s, estimate.peak_memory_bytes,
+                   dict(estimate.breakdown), dict(estimate.ledger), one.plan.relaxed is not None,
+                   estimate.is_measured, **dict(zip(("alone_s", "alone_low_s", "alone_high_s"), times, strict=False)))
 
     @property
     def time_s(self) -> float:
@@ -129,15 +129,15 @@ class JobResult:
 def main(arguments: Sequence[str] | None = None) -> None:
     asked = _arguments(arguments)
     warn_if_busy()
-    found = _kept_results(asked.json)
-    for name in asked.jobs or [name for name in JOBS if name not in found]:
-        found[name] = _measure(name, asked)
-        print(_job_table(name, found[name]), flush=True)
+    results = _kept_results(asked.json)
+    for name in asked.jobs or [name for name in JOBS if name not in results]:
+        results[name] = _measure(name, asked)
+        print(_job_table(name, results[name]), flush=True)
         if asked.json:
-            Path(asked.json).write_text(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1))
-    print(table(found))
+            Path(asked.json).write_text(json.dumps({name: asdict(one) for name, one in results.items()}, indent=1))
+    print(table(results))
     if asked.write:
-        Path(asked.write).write_text(page(found, measured_on=datetime.date.today(), machine=_machine()))
+        Path(asked.write).write_text(page(results, measured_on=datetime.date.today(), machine=_machine()))
 
 
 def _kept_results(path: str | None) -> dict[str, JobResult]:
@@ -220,30 +220,30 @@ def _run(one: Measured, job: Job, seconds: float) -> None:
     one.memory_bytes.append(summary["peak_memory_bytes"])
 
 
-def _job_table(name: str, found: JobResult) -> str:
+def _job_table(name: str, result: JobResult) -> str:
     titles = f"{'ms':>8} {'alone':>8} {'off':>6} {'said':>8} {'off':>6} {'noise':>6} {'MiB':>7} {'said':>7} {'off':>6}"
-    lines = [f"\n{name}, {JOBS[name][0]} devices; chosen: {found.chosen}", f"{'plan':<58} {titles}"]
-    for one in sorted(found.run, key=lambda one: one.time_s):
+    lines = [f"\n{name}, {JOBS[name][0]} devices; chosen: {result.chosen}", f"{'plan':<58} {titles}"]
+    for one in sorted(result.run, key=lambda one: one.time_s):
         memory_bytes = statistics.median(one.memory_bytes)
         lines.append(
             f"{one.plan:<58} {1e3 * one.time_s:>8.2f} {1e3 * one.alone_s:>8.2f} {100 * one.alone_error:>+5.0f}% "
             f"{1e3 * one.predicted_s:>8.2f} {100 * one.time_error:>+5.0f}% {100 * one.noise:>5.0f}% "
             f"{memory_bytes / 2**20:>7.1f} {one.predicted_bytes / 2**20:>7.1f} {100 * one.memory_error:>+5.0f}%"
             f"{' tried' if one.was_tried else ''}{'' if one.is_inside else ' outside'}")
-    lines += [f"{one.plan}: {one.failed}" for one in found.plans if one.failed]
+    lines += [f"{one.plan}: {one.failed}" for one in result.plans if one.failed]
     return "\n".join(lines)
 
 
-def table(found: dict[str, JobResult]) -> str:
+def table(results: dict[str, JobResult]) -> str:
     """A line a job: how far off time is without calibrations, of plans that were not tried and of all, and memory; how
     many are inside their intervals, and those's width; the chosen plan's time by the best one's; how far apart rounds
     are."""
     titles = ("plans", "alone", "inside", "untried", "time", "memory", "inside", "width", "regret", "noise")
     lines = [f"\n{'job':<22} {' '.join(f'{title:>6}' for title in titles)}"]
-    for name, one in found.items():
+    for name, one in results.items():
         lines.append(f"{_scores(name, one.run)} {one.regret(one.chosen):>6.3f} "
                      f"{_percent(_mean(each.noise for each in one.run)):>6}")
-    return "\n".join([*lines, _scores("all", [each for one in found.values() for each in one.run])])
+    return "\n".join([*lines, _scores("all", [each for one in results.values() for each in one.run])])
 
 
 def _scores(name: str, run: Sequence[Measured]) -> str:
@@ -256,9 +256,9 @@ def _scores(name: str, run: Sequence[Measured]) -> str:
             f"{_percent(statistics.median(one.high_s / one.low_s - 1 for one in run)):>6}")
 
 
-def page(found: dict[str, JobResult], *, measured_on: datetime.date, machine: str) -> str:
+def page(results: dict[str, JobResult], *, measured_on: datetime.date, machine: str) -> str:
     """The report, as Markdown."""
-    run = [one for job in found.values() for one in job.run]
+    run = [one for job in results.values() for one in job.run]
     columns = ["job", "plans", "alone: median", "worst", "inside", "regret", "calibrated: median", "worst", "inside",
                "regret", "memory: median"]
     lines = ["# How near predictions are", "",
@@ -266,11 +266,11 @@ def page(found: dict[str, JobResult], *, measured_on: datetime.date, machine: st
              '("alone") and with calibrations, then trained. "off" is predicted by measured, less 1; "inside" is the',
              "part of plans that took a time inside their 80 % interval; regret is the chosen plan's time by the",
              "fastest one's.", "", f"{measured_on:%d %B %Y}; {machine}.", "", *_head(columns)]
-    for name, job in found.items():
+    for name, job in results.items():
         lines.append(_page_row(name, job.run, f"{job.regret(job.chosen_alone):.3f}", f"{job.regret(job.chosen):.3f}"))
-    lines += [_page_row("all", run, *(f"{_mean(job.regret(getattr(job, which)) for job in found.values()):.3f}"
+    lines += [_page_row("all", run, *(f"{_mean(job.regret(getattr(job, which)) for job in results.values()):.3f}"
                                       for which in ("chosen_alone", "chosen"))), ""]
-    for name, job in found.items():
+    for name, job in results.items():
         lines += [f"## {name}", "", f"Chosen alone: {job.chosen_alone}. Chosen with calibrations: {job.chosen}.", "",
                   *_head(["plan", "ms", "alone", "off", "calibrated", "off", "MiB", "predicted", "off"])]
         for one in sorted(job.run, key=lambda one: one.time_s):
@@ -290,8 +290,8 @@ def _head(columns: Sequence[str]) -> list[str]:
 
 def _page_row(name: str, run: Sequence[Measured], regret_alone: str, regret: str) -> str:
     def errors(figures: Iterable[float]) -> str:
-        held = sorted((abs(figure), figure) for figure in figures)
-        return f"{100 * statistics.median(size for size, _ in held):.1f} % | {100 * held[-1][1]:+.0f} %"
+        by_magnitude = sorted((abs(figure), figure) for figure in figures)
+        return f"{100 * statistics.median(size for size, _ in by_magnitude):.1f} % | {100 * by_magnitude[-1][1]:+.0f} %"
 
     return (f"| {name} | {len(run)} | {errors(one.alone_error for one in run)} | "
             f"{_percent(_mean(one.is_inside_alone for one in run))} | {regret_alone} | "
@@ -301,8 +301,8 @@ def _page_row(name: str, run: Sequence[Measured], regret_alone: str, regret: str
 
 def _mean(figures: Iterable[float]) -> float:
     """nan of none."""
-    held = list(figures)
-    return statistics.fmean(held) if held else math.nan
+    values = list(figures)
+    return statistics.fmean(values) if values else math.nan
 
 
 def _percent(part: float) -> str:

@@ -58,15 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json")
     asked = parser.parse_args(arguments)
-    found: dict[str, JobResult] = {}
+    results: dict[str, JobResult] = {}
     try:
         for rate in asked.mbit_s:
-            found[f"{asked.hosts} hosts, {rate:g} Mbit/s"] = _measure(asked.hosts, rate, rounds=asked.rounds)
+            results[f"{asked.hosts} hosts, {rate:g} Mbit/s"] = _measure(asked.hosts, rate, rounds=asked.rounds)
     except NoLab as error:
         raise SystemExit(f"skipped: {error}") from None
-    print(table(found))
+    print(table(results))
     if asked.json:
-        Path(asked.json).write_text(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1))
+        Path(asked.json).write_text(json.dumps({name: asdict(one) for name, one in results.items()}, indent=1))
 
 
 def _measure(count: int, mbit_s: float, *, rounds: int) -> JobResult:

@@ -150,7 +150,7 @@ def _cpu_s() -> float:
     """CPU time so far of this process and all below it."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
-    return sum(found.user + found.system for found in times)
+    return sum(process_times.user + process_times.system for process_times in times)
 
 
 def main(server: ServerOf, client: ClientOf, variants: Sequence[str] = ()) -> None:
@@ -163,5 +163,5 @@ def main(server: ServerOf, client: ClientOf, variants: Sequence[str] = ()) -> No
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="wire-") as folder:  # a short path: some put sockets there
         seat = Seat(options.clients, Path(folder), options.variant)
-        found = measure(server, client, seat=seat, rounds=options.rounds)
-    print(json.dumps(found), flush=True)
+        figures = measure(server, client, seat=seat, rounds=options.rounds)
+    print(json.dumps(figures), flush=True)

@@ -40,12 +40,12 @@ class Served:
 def server(seat: Seat) -> Iterator[None]:
     import ray
 
-    found = ray.init(include_dashboard=False, object_store_memory=_STORE_BYTES, namespace="wire", log_to_driver=False,
-                     logging_level="error", num_cpus=1, _node_ip_address="127.0.0.1",
-                     _temp_dir=str(seat.folder / "ray"))
+    context = ray.init(include_dashboard=False, object_store_memory=_STORE_BYTES, namespace="wire", log_to_driver=False,
+                       logging_level="error", num_cpus=1, _node_ip_address="127.0.0.1",
+                       _temp_dir=str(seat.folder / "ray"))
     actor = ray.remote(num_cpus=0, max_concurrency=seat.clients)(Served).options(name="server").remote(seat.clients)
     ray.get(actor.__ray_ready__.remote())
-    seat.store().set("address", found.address_info["gcs_address"])
+    seat.store().set("address", context.address_info["gcs_address"])
     yield
     ray.shutdown()
 
