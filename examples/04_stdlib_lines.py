@@ -44,8 +44,8 @@ def read(modules: int, per_module: int, buckets: int) -> tuple[Tensor, Tensor]:
     library = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(library.iterdir()) if path.name != "test"
              and (path.suffix == ".py" or (path / "__init__.py").exists())]
-    found = [list(dict.fromkeys(lines_of(path))) for path in paths]
-    most = sorted(found, key=len, reverse=True)[:modules]
+    lines_by_file = [list(dict.fromkeys(lines_of(path))) for path in paths]
+    most = sorted(lines_by_file, key=len, reverse=True)[:modules]
     rows, labels = [], []
     for label, lines in enumerate(most):
         for line in lines[::-(-len(lines) // per_module)]:
