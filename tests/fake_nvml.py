@@ -58,7 +58,7 @@ def fake_nvml(cards: Sequence[FakeCard], *, driver: str = "580.95.05", cuda: int
         "nvmlDeviceGetMaxMigDeviceCount": lambda card: 7,
         "nvmlDeviceGetMigDeviceHandleByIndex": lambda card, number: _item(card.slices, number),
         "nvmlDeviceGetComputeRunningProcesses": lambda card: [
-            SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, _, held in card.processes],
+            SimpleNamespace(pid=pid, usedGpuMemory=used_bytes) for pid, _, used_bytes in card.processes],
         "nvmlDeviceGetGraphicsRunningProcesses": lambda card: [],
         "nvmlDeviceGetCurrentClocksThrottleReasons": of("reasons"),
         "nvmlDeviceGetPciInfo": lambda card: SimpleNamespace(busId=of("bus_id")(card)),
@@ -78,7 +78,7 @@ def fake_nvml(cards: Sequence[FakeCard], *, driver: str = "580.95.05", cuda: int
     return made
 
 
-def _item(found: Sequence[Any], number: int) -> Any:
-    if number >= len(found):
+def _item(items: Sequence[Any], number: int) -> Any:
+    if number >= len(items):
         raise NVMLError("Not Found")
-    return found[number]
+    return items[number]

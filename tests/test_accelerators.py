@@ -61,8 +61,8 @@ NVIDIA, AMD = ("/dev/nvidiactl", "/dev/nvidia0"), ("/dev/kfd", "/dev/dri/renderD
 def test_a_gpu_that_torch_can_not_use_is_named(machine: Machine, nodes: tuple[str, ...], build: dict[str, str],
                                                reason: str, way_out: str):
     machine(*nodes, **build)
-    found = unusable()
-    assert found is not None and reason in found.reason and way_out in found.way_out
+    unusable_gpu = unusable()
+    assert unusable_gpu is not None and reason in unusable_gpu.reason and way_out in unusable_gpu.way_out
     with pytest.raises(ClusterError) as refused:
         Cluster.local(num_ranks=2)
     assert reason in str(refused.value)
@@ -105,8 +105,8 @@ def test_intels_gpus_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch
     assert unusable() is None
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda index: "Arc B580")
-    found = unusable()
-    assert found is not None and "Intel's GPU Arc B580" in found.reason
+    unusable_gpu = unusable()
+    assert unusable_gpu is not None and "Intel's GPU Arc B580" in unusable_gpu.reason
 
 
 @pytest.fixture
@@ -132,10 +132,10 @@ def test_a_run_says_once_that_apples_gpu_is_idle(devices: str | None, capsys: py
     job = paceline.Job(model=lambda: torch.nn.Linear(2, 1), data=data, batch=4, steps=1,
                        loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
     asked = resolve(job, Plan(), devices=devices)
-    said = _banner(job, asked, "", Path("runs/a"), by_name=devices is not None)
+    banner = _banner(job, asked, "", Path("runs/a"), by_name=devices is not None)
     _devices_here(devices)
     reason, times = str(accelerators.unused()), 0 if devices else 1
-    assert said.count(f"\n{reason}; --devices cpu:0 asks for the CPU by name\n") == times
+    assert banner.count(f"\n{reason}; --devices cpu:0 asks for the CPU by name\n") == times
     assert capsys.readouterr().err.count(reason) == times
 
 
@@ -173,10 +173,10 @@ def test_a_gpu_has_the_memory_that_others_leave(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([
         FakeCard(0, free=(40 << 30) + 5, processes=((71, "/usr/bin/python3", 39 << 30),)), FakeCard(1), FakeCard(2),
         FakeCard(3, free=(80 << 30) - (100 << 20))]))  # the driver's own part
-    found = Cluster.local().devices
-    assert [device.memory_bytes for device in found] == [80 << 30] * 3 + [40 << 30]
-    assert found[0] == Cluster.local(whole=True).devices[0] and found[0].taken == ""
-    assert found[3].taken == "cuda:3 has 40.0 GiB free of 80.0: the rest is held by process 71 (python3), 39.0 GiB"
+    devices = Cluster.local().devices
+    assert [device.memory_bytes for device in devices] == [80 << 30] * 3 + [40 << 30]
+    assert devices[0] == Cluster.local(whole=True).devices[0] and devices[0].taken == ""
+    assert devices[3].taken == "cuda:3 has 40.0 GiB free of 80.0: the rest is held by process 71 (python3), 39.0 GiB"
     assert Cluster.local(whole=True).devices[3].memory_bytes == 80 << 30
 
 
@@ -188,13 +188,13 @@ def test_free_memory_without_nvml(monkeypatch: pytest.MonkeyPatch):
     free = {0: (80 << 30) - (426 << 20), 1: 30 << 30, 2: 80 << 30}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 << 30))
     try:
-        found = Cluster.local().devices
+        devices = Cluster.local().devices
     finally:
         accelerators._free_bytes.cache_clear()
     whole = 80 << 30  # also of the last one, which can't be asked: its rank will say why
     free_of_second = ((30 << 30) + accelerators.CONTEXT_BYTES) >> 28 << 28  # in steps of 256 MiB
-    assert [device.memory_bytes for device in found] == [whole, free_of_second, whole, whole]
-    assert found[1].taken.endswith("the rest is held by processes the driver doesn't name")
+    assert [device.memory_bytes for device in devices] == [whole, free_of_second, whole, whole]
+    assert devices[1].taken.endswith("the rest is held by processes the driver doesn't name")
 
 
 @pytest.mark.usefixtures("four_gpus")

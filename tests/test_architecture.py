@@ -45,17 +45,17 @@ def texts() -> dict[Path, str]:
 @cache
 def definitions() -> list[tuple[Path, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
     """All classes and functions, wherever they stand."""
-    found = []
+    defined = []
     with without_collector():
         for path, text in texts().items():
             statements: list[ast.AST] = [ast.parse(text)]
             while statements:
                 for child in ast.iter_child_nodes(statements.pop()):
                     if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                        found.append((path, child))
+                        defined.append((path, child))
                     if not isinstance(child, ast.expr):  # which holds no definition
                         statements.append(child)
-    return found
+    return defined
 
 
 def lines(pattern: str, *, but: str) -> list[str]:

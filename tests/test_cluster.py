@@ -27,8 +27,8 @@ from paceline.errors import ClusterError
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four GPUs."""
-    found = [Device("cuda", index, 80 * 2**30, name="H100") for index in range(4)]
-    monkeypatch.setattr(cluster, "_gpus", lambda: found)
+    devices = [Device("cuda", index, 80 * 2**30, name="H100") for index in range(4)]
+    monkeypatch.setattr(cluster, "_gpus", lambda: devices)
     monkeypatch.setattr(cluster, "room", lambda index: FreeMemory(80 * 2**30))
     monkeypatch.setattr(cluster, "cards", lambda: (None,) * 4)
 
@@ -41,8 +41,8 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "usable_memory_bytes", lambda: 12_000)
 
 
-def names(found: Cluster) -> str:
-    return ",".join(map(str, found.devices))
+def names(local_cluster: Cluster) -> str:
+    return ",".join(map(str, local_cluster.devices))
 
 
 @pytest.mark.usefixtures("cpus")
@@ -53,9 +53,9 @@ def names(found: Cluster) -> str:
 ])
 def test_devices_of_a_machine_without_gpus(devices: str | None, num_ranks: int | None, expected: str):
     """One rank a core by default, more if asked; names and ranges are taken in the order given."""
-    found = Cluster.local(devices, num_ranks=num_ranks)
-    assert names(found) == expected
-    assert found.link == LOOPBACK
+    local_cluster = Cluster.local(devices, num_ranks=num_ranks)
+    assert names(local_cluster) == expected
+    assert local_cluster.link == LOOPBACK
 
 
 @pytest.mark.usefixtures("cpus")
@@ -70,10 +70,10 @@ def test_cpu_ranks_share_the_memory():
 ])
 def test_gpus_are_taken_when_there_are_any(devices: str | None, num_ranks: int | None, expected: str):
     """All GPUs by default, the first ones for fewer ranks, or the named ones."""
-    found = Cluster.local(devices, num_ranks=num_ranks)
-    assert names(found) == expected
-    assert found.link.source == "not known, counted as pcie3"
-    assert found.devices[0].memory_bytes == 80 * 2**30
+    local_cluster = Cluster.local(devices, num_ranks=num_ranks)
+    assert names(local_cluster) == expected
+    assert local_cluster.link.source == "not known, counted as pcie3"
+    assert local_cluster.devices[0].memory_bytes == 80 * 2**30
 
 
 @pytest.mark.usefixtures("gpus")
@@ -112,10 +112,10 @@ def test_devices_that_make_no_sense_are_refused(devices: str | None, num_ranks: 
     ("2xcuda:1-2", "2xcuda:1,2xcuda:2", [40] * 4), ("1xcuda:3", "cuda:3", [80])])
 def test_ranks_that_share_a_gpu(devices: str, expected: str, memory_gib: list[int]):
     """Each may use its part of the memory; links are no GPU's."""
-    found = Cluster.local(devices)
-    assert names_of(found.devices) == expected
-    assert [device.memory_bytes // 2**30 for device in found.devices] == memory_gib
-    assert found.are_shared == (found.link == LOOPBACK) == (expected != "cuda:3")
+    local_cluster = Cluster.local(devices)
+    assert names_of(local_cluster.devices) == expected
+    assert [device.memory_bytes // 2**30 for device in local_cluster.devices] == memory_gib
+    assert local_cluster.are_shared == (local_cluster.link == LOOPBACK) == (expected != "cuda:3")
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, unique_by=lambda each: each[0]))
@@ -134,9 +134,9 @@ def test_names_of_devices_are_read_as_they_are_written(gpus: list[tuple[int, int
     ("2xcuda:0", 4, "cpu:0,cpu:1,2xcuda:0"), ("cpu:0-3", 4, "cpu:0,cpu:1,cpu:2,cpu:3")])
 def test_the_first_ranks_compute_on_the_cpu(devices: str | None, num_ranks: int, expected: str):
     """Servers take no GPU, whether CPUs are named for them or not."""
-    found = Cluster.local(devices, num_ranks=num_ranks, num_cpu_ranks=2)
-    assert names_of(found.devices) == expected
-    assert found.link == LOOPBACK
+    local_cluster = Cluster.local(devices, num_ranks=num_ranks, num_cpu_ranks=2)
+    assert names_of(local_cluster.devices) == expected
+    assert local_cluster.link == LOOPBACK
 
 
 @pytest.mark.usefixtures("gpus")
@@ -225,9 +225,9 @@ def test_a_job_s_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_pat
 ])
 def test_memory_limits(text: str, expected: list[int]):
     """One limit for all ranks or one a rank, in either kind of unit."""
-    found = Cluster.local("cpu:0-1", memory=text).devices
-    assert [device.memory_bytes for device in found] == expected
-    assert all(device.is_limit for device in found)
+    devices = Cluster.local("cpu:0-1", memory=text).devices
+    assert [device.memory_bytes for device in devices] == expected
+    assert all(device.is_limit for device in devices)
     assert not any(device.is_limit for device in Cluster.local("cpu:0-1").devices)
 
 

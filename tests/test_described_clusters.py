@@ -39,10 +39,10 @@ def written(folder: Path, text: str) -> str:
     ("8xH100", 8, 8), ("16x8xH100", 128, 8), ("64xA100", 64, 8), ("2x4xrtx 4090", 8, 4), ("1xT4", 1, 1)])
 def test_words(text: str, devices: int, in_a_node: int):
     """Nodes x devices, or devices alone in as many usual nodes as they fill."""
-    found = Cluster.parse(text)
+    cluster = Cluster.parse(text)
 
-    assert len(found.devices) == devices
-    assert found.nodes[0].network.devices_per_node == in_a_node
+    assert len(cluster.devices) == devices
+    assert cluster.nodes[0].network.devices_per_node == in_a_node
 
 
 @pytest.mark.parametrize(("text", "devices", "gib", "like"), [
@@ -51,13 +51,13 @@ def test_words(text: str, devices: int, in_a_node: int):
     ("1x1.5GB", 1, 1.5, "RTX5060"), ("8x1000GB", 8, 1000, "B300")])
 def test_gpus_of_which_only_the_memory_is_said(text: str, devices: int, gib: float, like: str):
     """They have that memory and the speed of an ordinary card that has no more, and the cluster says so."""
-    found = Cluster.parse(text)
-    device = found.devices[0]
+    cluster = Cluster.parse(text)
+    device = cluster.devices[0]
 
-    assert (len(found.devices), device.memory_bytes) == (devices, int(gib * 2**30))
+    assert (len(cluster.devices), device.memory_bytes) == (devices, int(gib * 2**30))
     assert device.flops_per_byte("bf16") == Cluster.parse(f"1x{like}").devices[0].flops_per_byte("bf16")
-    assert found.assumptions == (f"a GPU of {gib:g}GB is assumed to have the speed, links and nodes of {like}; name "
-                                 "the GPU for its own figures",)
+    assert cluster.assumptions == (f"a GPU of {gib:g}GB is assumed to have the speed, links and nodes of {like}; name "
+                                   "the GPU for its own figures",)
     assert not Cluster.parse(f"1x{like}").assumptions
 
 
@@ -88,20 +88,20 @@ def test_words_that_make_no_sense(text: str, message: str):
 def test_uneven_nodes(tmp_path: Path):
     """Ranks are numbered node by node, and a span of them has the kinds it touches."""
     text = NODES + 'network_bytes_per_s = 1e9\n[[nodes]]\ndevices = ["2xT4", "2xA10"]\nmemory = "10GiB"\n'
-    found = Cluster.parse(written(tmp_path, text))
+    cluster = Cluster.parse(written(tmp_path, text))
 
-    assert [found.devices[rank].name for rank in (0, 7, 8, 9, 10, 11)] == ["V100", "V100", "T4", "T4", "A10", "A10"]
-    assert [device.name for device, _ in found.span(6, 4)] == ["V100", "T4"]
-    assert found.span(0, 1)[0][1].across is not None
-    assert found.link.bytes_per_s == 1e9
-    assert found.devices[-1].memory_bytes == 10 * 2**30
+    assert [cluster.devices[rank].name for rank in (0, 7, 8, 9, 10, 11)] == ["V100", "V100", "T4", "T4", "A10", "A10"]
+    assert [device.name for device, _ in cluster.span(6, 4)] == ["V100", "T4"]
+    assert cluster.span(0, 1)[0][1].across is not None
+    assert cluster.link.bytes_per_s == 1e9
+    assert cluster.devices[-1].memory_bytes == 10 * 2**30
 
 
 def test_an_accelerator_of_ones_own(tmp_path: Path):
     """Its figures are the file's; its speed is in float32, as every device's."""
-    found = Cluster.parse(written(tmp_path, MINE)).devices[1]
+    device = Cluster.parse(written(tmp_path, MINE)).devices[1]
 
-    assert (found.name, found.memory_bytes, found.flops_per_s) == ("mine", 1e10, 0.8e13)
+    assert (device.name, device.memory_bytes, device.flops_per_s) == ("mine", 1e10, 0.8e13)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -125,12 +125,12 @@ def test_files_that_make_no_sense(tmp_path: Path, text: str, message: str):
 
 def test_a_hundred_thousand_devices_take_no_room():
     """They are made when they are asked for."""
-    found = Cluster.parse("12500x8xB200")
+    cluster = Cluster.parse("12500x8xB200")
 
-    assert len(found.devices) == 100_000
-    assert found.devices[99_999].index == 99_999
-    assert len(found.span(5_000, 90_000)) == 1
-    assert sys.getsizeof(found.devices) < 1_000
+    assert len(cluster.devices) == 100_000
+    assert cluster.devices[99_999].index == 99_999
+    assert len(cluster.span(5_000, 90_000)) == 1
+    assert sys.getsizeof(cluster.devices) < 1_000
 
 
 def test_every_entry_of_the_catalogue_can_be_read():
@@ -141,9 +141,9 @@ def test_every_entry_of_the_catalogue_can_be_read():
         assert accelerator(name).source
         assert Cluster.parse(f"2x{accelerator(name).devices_per_node}x{name}").link.bytes_per_s > 0
     for name in software_names():
-        found = software(name)
-        assert found.name == name
-        assert all(isinstance(getattr(found, f.name), float | int) for f in fields(found)
+        program = software(name)
+        assert program.name == name
+        assert all(isinstance(getattr(program, f.name), float | int) for f in fields(program)
                    if f.name not in ("name", "kernels", "formats"))
     with pytest.raises(ClusterError, match="unknown training program 'megatron'"):
         software("megatron")
@@ -151,12 +151,12 @@ def test_every_entry_of_the_catalogue_can_be_read():
 
 def test_a_cluster_of_another_size():
     """Whole nodes of the same kind, or a part of one; a price is of the devices that are used."""
-    found = Cluster.parse("2x8xH100")
-    assert [(len(found.resized(count).devices), found.resized(count).span(0, 1)[0][1].devices_per_node)
+    cluster = Cluster.parse("2x8xH100")
+    assert [(len(cluster.resized(count).devices), cluster.resized(count).span(0, 1)[0][1].devices_per_node)
             for count in (1, 4, 8, 24)] == [(1, 1), (4, 4), (8, 8), (24, 8)]
-    assert found.resized(16) == found and found.price_per_hour(3) is None
+    assert cluster.resized(16) == cluster and cluster.price_per_hour(3) is None
     with pytest.raises(ClusterError, match=r"20 devices don't fill nodes of 8(?s:.*)16 or 24 devices"):
-        found.resized(20)
+        cluster.resized(20)
     priced = Cluster.of(tuple(replace(kind, price_per_hour=price) for kind, price in zip(
-        (*found.nodes, *Cluster.parse("4xA100").nodes), (3.0, 1.0), strict=True)))
+        (*cluster.nodes, *Cluster.parse("4xA100").nodes), (3.0, 1.0), strict=True)))
     assert (priced.price_per_hour(1), priced.price_per_hour(18)) == (3.0, 50.0)

@@ -41,11 +41,11 @@ def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     by a torch.py in the working folder."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('the wrong torch')")
     monkeypatch.chdir(tmp_path)
-    findings = {found.name: found for found in examine()}
+    findings = {check.name: check for check in examine()}
     assert list(findings) == list(doctor._CHECKS)
-    assert [found for found in findings.values() if found.status == "bad"] == []
+    assert [check for check in findings.values() if check.status == "bad"] == []
     assert "us a small all-reduce" in findings["gloo"].detail and "GB/s for 16 MiB" in findings["gloo"].detail
-    assert all(found.fix for found in findings.values() if found.status != "ok")
+    assert all(check.fix for check in findings.values() if check.status != "ok")
 
 
 def test_a_check_that_fails_is_a_finding():
@@ -62,9 +62,9 @@ def test_a_check_that_fails_is_a_finding():
 def test_torch_has_a_lowest_version(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str):
     """An old or missing torch is bad, with the command that installs it; 2.9 is older than 2.11."""
     monkeypatch.setattr(doctor, "_version", lambda _: version)
-    found = finding("torch")
-    assert found.status == status
-    assert (found.fix is not None and 'pip install "torch>=2.11"' in found.fix) == (status == "bad")
+    check = finding("torch")
+    assert check.status == status
+    assert (check.fix is not None and 'pip install "torch>=2.11"' in check.fix) == (status == "bad")
 
 
 @pytest.mark.parametrize(("threads", "status"), [(None, "ok"), ("2", "ok"), ("4", "ok"), ("64", "warn"), ("two", "bad"),
@@ -81,8 +81,8 @@ def test_a_container_limits_memory(monkeypatch: pytest.MonkeyPatch):
     """The limit is shown beside the machine's memory, and too little of it is a warning."""
     monkeypatch.setattr(doctor, "usable_memory_bytes", lambda: 2**30)
     monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 2**28)
-    found = finding("memory")
-    assert found.status == "warn" and found.detail.startswith("1.0 GiB, limited by a cgroup from")
+    check = finding("memory")
+    assert check.status == "warn" and check.detail.startswith("1.0 GiB, limited by a cgroup from")
 
 
 @pytest.mark.parametrize(("total", "status"), [(64 * 2**20, "warn"), (2**30, "ok")])
@@ -91,9 +91,9 @@ def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, total
     if not Path("/dev/shm").is_dir():
         pytest.skip("this system has no /dev/shm")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total, 0, total))
-    found = finding("shared memory")
-    assert found.status == status
-    assert (found.fix is None) == (status == "ok")
+    check = finding("shared memory")
+    assert check.status == status
+    assert (check.fix is None) == (status == "ok")
 
 
 @pytest.mark.parametrize(("limits", "status", "fix"), [
@@ -114,8 +114,8 @@ def test_a_folder_that_can_not_be_written_is_bad(monkeypatch: pytest.MonkeyPatch
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
-    found = finding("disk")
-    assert found.status == "bad" and "can't be written: Read-only file system" in found.detail
+    check = finding("disk")
+    assert check.status == "bad" and "can't be written: Read-only file system" in check.detail
 
 
 def test_a_nearly_full_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch):
@@ -130,8 +130,8 @@ def test_a_nearly_full_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch):
 def test_a_gpu_that_torch_can_not_use_is_bad(monkeypatch: pytest.MonkeyPatch):
     """A GPU that would be left idle is not overlooked."""
     monkeypatch.setattr(doctor_gpus, "unusable", lambda: Unusable("a driver, and no build for it", "install one"))
-    found = finding("GPUs")
-    assert (found.status, found.detail, found.fix) == ("bad", "a driver, and no build for it", "install one")
+    check = finding("GPUs")
+    assert (check.status, check.detail, check.fix) == ("bad", "a driver, and no build for it", "install one")
 
 
 def test_gpus_need_nccl(monkeypatch: pytest.MonkeyPatch):
@@ -154,15 +154,15 @@ def _ranks(*codes: str) -> list[subprocess.Popen[str]]:
 def test_ranks_that_hang_are_ended():
     """The probe gives up at its deadline and leaves no process behind."""
     ranks = _ranks("import time; time.sleep(60)", "pass")
-    found = doctor._probed(ranks, time.monotonic() + 0.5)
-    assert found[0] == "bad" and "could not all-reduce within" in found[1]
+    verdict = doctor._probed(ranks, time.monotonic() + 0.5)
+    assert verdict[0] == "bad" and "could not all-reduce within" in verdict[1]
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 0]
 
 
 def test_ranks_that_fail_show_why():
     """The last line of a failing rank is the finding."""
-    found = doctor._probed(_ranks("print('{}')", "raise OSError('Connection refused')"), time.monotonic() + 30)
-    assert found[:2] == ("bad", "two processes could not all-reduce: OSError: Connection refused")
+    verdict = doctor._probed(_ranks("print('{}')", "raise OSError('Connection refused')"), time.monotonic() + 30)
+    assert verdict[:2] == ("bad", "two processes could not all-reduce: OSError: Connection refused")
 
 
 def _host(monkeypatch: pytest.MonkeyPatch, address: str | None, interfaces: dict[str, str]) -> None:
@@ -173,7 +173,7 @@ def _host(monkeypatch: pytest.MonkeyPatch, address: str | None, interfaces: dict
 
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     monkeypatch.setattr(socket, "gethostbyname", resolve)
-    monkeypatch.setattr(doctor, "_interfaces", lambda: {name: [found] for name, found in interfaces.items()})
+    monkeypatch.setattr(doctor, "_interfaces", lambda: {name: [interface] for name, interface in interfaces.items()})
 
 
 BOTH = {"lo": "127.0.0.1", "eth0": "10.0.0.7"}
@@ -187,9 +187,9 @@ def test_a_host_name_that_means_loopback_is_a_warning(
 ):
     """Other hosts can't reach it there; with no other interface there is nothing to reach."""
     _host(monkeypatch, address, interfaces)
-    found = finding("host name")
-    assert found.status == status
-    assert (found.fix or "").endswith("GLOO_SOCKET_IFNAME=eth0 on each") == (status == "warn")
+    check = finding("host name")
+    assert check.status == status
+    assert (check.fix or "").endswith("GLOO_SOCKET_IFNAME=eth0 on each") == (status == "warn")
 
 
 @pytest.mark.parametrize(("chosen", "status"), [("eth0", "ok"), ("eth0,lo", "ok"), ("ib0", "bad")])
@@ -197,8 +197,8 @@ def test_the_chosen_interface_must_exist(monkeypatch: pytest.MonkeyPatch, chosen
     """A misspelled GLOO_SOCKET_IFNAME is named, with the interfaces there are."""
     _host(monkeypatch, "127.0.0.1", BOTH)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
-    found = finding("host name")
-    assert found.status == status and "lo 127.0.0.1, eth0 10.0.0.7" in found.detail
+    check = finding("host name")
+    assert check.status == status and "lo 127.0.0.1, eth0 10.0.0.7" in check.detail
 
 
 def test_interfaces_that_are_down_are_left_out(monkeypatch: pytest.MonkeyPatch):
@@ -225,9 +225,9 @@ def test_the_launcher_is_recognised(
     """torchrun's variables are read; left-over or contradicting ones are found."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = finding("launcher")
-    assert found.status == status and detail in found.detail
-    assert (found.fix is None) == (status == "ok")
+    check = finding("launcher")
+    assert check.status == status and detail in check.detail
+    assert (check.fix is None) == (status == "ok")
 
 
 def test_a_finding_is_json():
@@ -239,9 +239,9 @@ def test_a_finding_is_json():
 def test_packages_that_are_not_installed_are_no_problem(monkeypatch: pytest.MonkeyPatch):
     """Optional packages are listed with their use."""
     monkeypatch.setattr(doctor, "_version", lambda package: "1.9" if package == "scikit-learn" else None)
-    found = finding("optional packages")
-    assert found.status == "ok"
-    assert "scikit-learn 1.9 (examples), accelerate not installed (benchmarks)" in found.detail
+    check = finding("optional packages")
+    assert check.status == "ok"
+    assert "scikit-learn 1.9 (examples), accelerate not installed (benchmarks)" in check.detail
 
 
 def test_the_probe_keeps_to_the_loopback_interface(monkeypatch: pytest.MonkeyPatch):

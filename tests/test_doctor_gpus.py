@@ -33,13 +33,13 @@ def seen(*failures: str, capability: tuple[int, int] = (9, 0), built_for: str = 
                     failures)
 
 
-@pytest.mark.parametrize(("found", "status", "detail"), [
+@pytest.mark.parametrize(("seen_gpus", "status", "detail"), [
     (seen("", ""), "ok", "2 x H100, 80.0 GiB"),
     (seen("", "CUDA error: no kernel image is available"), "bad", "cuda:1 can't compute: CUDA error: no kernel image"),
     (seen("", "", capability=(6, 1)), "bad", "cuda:0 is of compute capability 6.1, and torch has code for sm_80 sm_90"),
     (seen("", "", capability=(6, 1), built_for=""), "ok", "2 x H100")])  # ROCm's have other names
-def test_torch_must_have_code_for_a_card(found: SeenGpus, status: str, detail: str):
-    judged = judge_gpus([H100, H100], found)
+def test_torch_must_have_code_for_a_card(seen_gpus: SeenGpus, status: str, detail: str):
+    judged = judge_gpus([H100, H100], seen_gpus)
     assert judged[0] == status and judged[1].startswith(detail)
     assert (len(judged) == 3) == (status != "ok")
 
@@ -157,8 +157,8 @@ def test_checks_come_after_the_gpus_where_there_is_a_driver(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([FakeCard(0, ecc=2)], driver="470.1", cuda=11040))
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    found = doctor.examine()
-    assert [(finding.name, finding.status) for finding in found] == [
+    findings = doctor.examine()
+    assert [(finding.name, finding.status) for finding in findings] == [
         ("torch", "ok"), ("GPUs", "ok"), ("GPU driver", "bad"), ("CUDA_VISIBLE_DEVICES", "bad"), ("GPU memory", "ok"),
         ("GPU health", "bad"), ("GPU links", "ok"), ("NCCL", "ok")]
     assert nvml.read() is not None

@@ -62,11 +62,11 @@ def test_three_hosts_of_this_machine():
     with ProcessPoolExecutor(3, get_context("fork")) as hosts:
         asked = [hosts.submit(examine_hosts, HostPlace(index, 3, "127.0.0.1", port), timeout_s=120)
                  for index in range(3)]
-        found = [each.result() for each in asked]
-    assert [each.name for each in found[0] if " to " in each.name] == [
+        findings_by_host = [each.result() for each in asked]
+    assert [each.name for each in findings_by_host[0] if " to " in each.name] == [
         "0 to 2", "0 to 1", "1 to 2", "1 to 0", "2 to 1", "2 to 0"]
-    assert {each.name for each in found[2]} == {"host 2", "2 to 1", "2 to 0", "others"}
-    assert {each.status for each in found[0]} <= {"ok", "warn"}  # a link of a busy machine may look slow
+    assert {each.name for each in findings_by_host[2]} == {"host 2", "2 to 1", "2 to 0", "others"}
+    assert {each.status for each in findings_by_host[0]} <= {"ok", "warn"}  # a link of a busy machine may look slow
 
 
 @pytest.mark.timeout(60)

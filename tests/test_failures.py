@@ -78,11 +78,11 @@ def rank() -> int:
 
 def failing(job: paceline.Job | JobFile, run_dir: Path, *, plan: str = "data=2", **options: Any) -> PacelineError:
     """The error of a run that fails and leaves nothing half-written."""
-    with pytest.raises(PacelineError) as found:
+    with pytest.raises(PacelineError) as raised:
         paceline.train(job, plan, run=run_dir, **{"restarts": 0, **options})
     assert_nothing_half_written(run_dir)
-    assert str(found.value).count("hint:") <= 1
-    return found.value
+    assert str(raised.value).count("hint:") <= 1
+    return raised.value
 
 
 def assert_nothing_half_written(run_dir: Path) -> None:
@@ -258,8 +258,8 @@ def test_a_job_that_cannot_be_trained(run_dir: Path, capfd: pytest.CaptureFixtur
     """The cause is told with rank and step, whichever ranks see it, and once."""
     changes, words, exit_code = BAD_JOBS[what]
     error = failing(a_job(**changes), run_dir)
-    found = re.findall(words, str(error))
-    assert len(found) == 1, str(error)
+    matches = re.findall(words, str(error))
+    assert len(matches) == 1, str(error)
     assert error.exit_code == exit_code
     assert ("full log: " in str(error)) == run_dir.exists() == (exit_code != 2)  # 2: it can't be built
     assert saved_steps(run_dir) == []
@@ -601,10 +601,10 @@ def test_exit_codes(tmp_path: Path, fields: dict[str, Any], words: list[str], ex
                    os.environ, tmp_path / "command")
     assert done.wait() == exit_code, done.stderr.read_text()
     assert done.stdout.read_text() == ""
-    said = done.stderr.read_text()
-    assert said.count(says) == 1
-    assert said.count("error: ") == 1
-    assert "Traceback" not in said
+    stderr_text = done.stderr.read_text()
+    assert stderr_text.count(says) == 1
+    assert stderr_text.count("error: ") == 1
+    assert "Traceback" not in stderr_text
     assert_nothing_half_written(tmp_path / "run")
 
 
@@ -616,11 +616,11 @@ def test_ctrl_c(tmp_path: Path, wait_for: Callable[..., None]):
     wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
     ranks = psutil.Process(running.pid).children(recursive=True)
     os.killpg(running.pid, signal.SIGINT)
-    code, said = running.wait(), running.stderr.read_text()
-    assert code == 130, said
+    code, stderr_text = running.wait(), running.stderr.read_text()
+    assert code == 130, stderr_text
     assert running.stdout.read_text() == ""
-    assert re.search(r"stopped by .* after step \d+; a checkpoint is saved", said)
-    assert "Traceback" not in said
+    assert re.search(r"stopped by .* after step \d+; a checkpoint is saved", stderr_text)
+    assert "Traceback" not in stderr_text
     assert len(ranks) >= 2
     assert not psutil.wait_procs(ranks, timeout=60)[1]
     assert_nothing_half_written(tmp_path / "run")

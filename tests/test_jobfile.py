@@ -379,8 +379,8 @@ def test_text_becomes_the_parameters_type(write: Write, future: str, signature: 
     if "unknown_name" in signature and not future:
         future = "from __future__ import annotations\n"
     source = write(signature=signature, header=f"{future}from typing import Annotated, Literal, Optional")
-    found = given(source, x=text)["x"]
-    assert found == value and type(found) is type(value)
+    parsed = given(source, x=text)["x"]
+    assert parsed == value and type(parsed) is type(value)
 
 
 REFUSED = [
@@ -418,8 +418,8 @@ def test_everything_wrong_with_the_settings_is_said_at_once(write: Write):
 ])
 def test_values_from_python_are_taken_leniently(write: Write, signature: str, value: Any, expected: Any):
     """A whole float is an int, a list is a tuple, and types that text can't say are passed on."""
-    found = given(write(signature=signature), x=value)["x"]
-    assert found == expected and type(found) is type(expected)
+    parsed = given(write(signature=signature), x=value)["x"]
+    assert parsed == expected and type(parsed) is type(expected)
 
 
 @pytest.mark.parametrize(("signature", "value"), [("x: int = 1", 1.5), ("x: int = 1", True), ("x: str = 'a'", 1),
@@ -434,8 +434,8 @@ def test_numpy_numbers_are_numbers(write: Write):
     """A search may hand in numpy's scalars."""
     import numpy as np
 
-    found = given(write(signature="x: int = 1, y: float = 1.0"), x=np.int64(3), y=np.float32(0.5))
-    assert found == {"x": 3, "y": 0.5} and type(found["x"]) is int and type(found["y"]) is float
+    parsed = given(write(signature="x: int = 1, y: float = 1.0"), x=np.int64(3), y=np.float32(0.5))
+    assert parsed == {"x": 3, "y": 0.5} and type(parsed["x"]) is int and type(parsed["y"]) is float
 
 
 # --- JobFile ----------------------------------------------------------------------------------------------------

@@ -14,17 +14,17 @@ from paceline.nvml import CardProcess, Cards
 
 def asked(monkeypatch: pytest.MonkeyPatch, *cards: FakeCard, **options: int) -> Cards:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(cards, **options))
-    found = nvml.read()
-    assert found is not None
-    return found
+    reading = nvml.read()
+    assert reading is not None
+    return reading
 
 
 def test_a_card(monkeypatch: pytest.MonkeyPatch):
     """This process's own memory is no other's."""
-    found = asked(monkeypatch, FakeCard(0, free=40 << 30, reasons=0x68, ecc=2, processes=(
+    reading = asked(monkeypatch, FakeCard(0, free=40 << 30, reasons=0x68, ecc=2, processes=(
         (71, "/usr/bin/python3", 8 << 30), (72, "other", 30 << 30), (os.getpid(), "me", 1 << 30))))
-    card, = found.cards
-    assert (found.driver, found.cuda, card.pcie_generation, card.pcie_lanes) == ("580.95.05", (13, 0), 5, 16)
+    card, = reading.cards
+    assert (reading.driver, reading.cuda, card.pcie_generation, card.pcie_lanes) == ("580.95.05", (13, 0), 5, 16)
     assert (card.total_bytes, card.free_bytes, card.ecc_errors, card.is_persistent) == (80 << 30, 41 << 30, 2, True)
     assert card.holders == (CardProcess(72, "other", 30 << 30), CardProcess(71, "python3", 8 << 30))
     assert str(card.holders[1]) == "process 71 (python3), 8.0 GiB"
@@ -36,18 +36,18 @@ def test_a_card_that_answers_little(monkeypatch: pytest.MonkeyPatch):
     card = FakeCard(0, processes=((71, "x", None),))
     for field in ("ecc", "reasons", "persistent", "generation", "lanes", "most_lanes", "bus_id", "total"):
         delattr(card, field)
-    found, = asked(monkeypatch, card).cards
-    assert (found.ecc_errors, found.is_persistent, found.pcie_lanes, found.bus_id, found.total_bytes) == (
-        None, None, 0, "", 0)
-    assert str(found.holders[0]) == "process 71 (x)"
+    seen_card, = asked(monkeypatch, card).cards
+    assert (seen_card.ecc_errors, seen_card.is_persistent, seen_card.pcie_lanes, seen_card.bus_id,
+            seen_card.total_bytes) == (None, None, 0, "", 0)
+    assert str(seen_card.holders[0]) == "process 71 (x)"
 
 
 def test_links_lead_to_cards_and_to_switches(monkeypatch: pytest.MonkeyPatch):
     """Two bridges between the first two; a third that both reach by switches has none to a fourth."""
     ids = [f"00000000:{index:02X}:00.0" for index in range(4)]
-    found = asked(monkeypatch, FakeCard(0, links=(ids[1], ids[1], "switch")), FakeCard(1, links=(ids[0], ids[0])),
-                  FakeCard(2, links=("switch", "switch"), link_mbps=25000), FakeCard(3))
-    one, other, third, fourth = found.cards
+    reading = asked(monkeypatch, FakeCard(0, links=(ids[1], ids[1], "switch")), FakeCard(1, links=(ids[0], ids[0])),
+                    FakeCard(2, links=("switch", "switch"), link_mbps=25000), FakeCard(3))
+    one, other, third, fourth = reading.cards
     assert [one.num_nvlinks(other), other.num_nvlinks(one), one.num_nvlinks(third), third.num_nvlinks(one)] == [
         2, 2, 1, 1]
     assert [card.num_nvlinks(fourth) for card in (one, other, third)] == [0, 0, 0]
@@ -56,11 +56,11 @@ def test_links_lead_to_cards_and_to_switches(monkeypatch: pytest.MonkeyPatch):
 
 def test_slices_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch):
     part = FakeCard(7, uuid="MIG-aaaa", total=10 << 30, free=9 << 30, name="NVIDIA H100 MIG 1g.10gb")
-    found = asked(monkeypatch, FakeCard(0), FakeCard(1, slices=(part,)))
-    assert [card.is_cut for card in found.cards] == [False, True]
-    assert found.find("aaaa") == found.find("MIG-AAAA") == found.cards[1].slices[0]
-    assert found.find("00000000-0000") == found.cards[0]
-    assert found.find("bbbb") is None and found.find("") is None
+    reading = asked(monkeypatch, FakeCard(0), FakeCard(1, slices=(part,)))
+    assert [card.is_cut for card in reading.cards] == [False, True]
+    assert reading.find("aaaa") == reading.find("MIG-AAAA") == reading.cards[1].slices[0]
+    assert reading.find("00000000-0000") == reading.cards[0]
+    assert reading.find("bbbb") is None and reading.find("") is None
     quick = nvml.read_memory("aaaa")
     assert quick is not None and quick.free_bytes == 9 << 30
     assert nvml.read_memory("bbbb") is None

@@ -197,7 +197,7 @@ def test_rows_are_held_against_one_choice(answer: Answer, monkeypatch: pytest.Mo
     asked = []
     chosen = RankedPlans.chosen.fget
     assert chosen is not None
-    monkeypatch.setattr(RankedPlans, "chosen", property(lambda found: asked.append(True) or chosen(found)))
+    monkeypatch.setattr(RankedPlans, "chosen", property(lambda ranked: asked.append(True) or chosen(ranked)))
 
     assert len(answer.to_dict()["plans"]) > 3
     assert len(asked) == 1
@@ -205,24 +205,25 @@ def test_rows_are_held_against_one_choice(answer: Answer, monkeypatch: pytest.Mo
 
 def test_another_precision_is_advised():
     """One line, and in the document; float64 has no other."""
-    found = paceline.plan(_job(precision="bf16"), "2xH100")
-    assert "  precision=float32 instead: " in found.describe()
-    assert found.to_dict()["precision"]["precision"] == "float32"
-    assert found.to_dict()["precision"]["step_s"] > 0
+    bf16_answer = paceline.plan(_job(precision="bf16"), "2xH100")
+    assert "  precision=float32 instead: " in bf16_answer.describe()
+    assert bf16_answer.to_dict()["precision"]["precision"] == "float32"
+    assert bf16_answer.to_dict()["precision"]["step_s"] > 0
     assert paceline.plan(_job(precision="float64"), "1xH100").advice is None
 
 
 def test_failures_are_reckoned_with(answer: Answer):
     """An interval between checkpoints and what lasts of the time, by formula and played."""
     asked = paceline.plan(_job(), "2xH100", mtbf_hours=1000.0)
-    found = asked.to_dict()["failures"]
-    assert found["mtbf_s"] == pytest.approx(1000 * 3600 / 2)
-    assert found["goodput"] == pytest.approx(found["simulated_goodput"], rel=0.01) and 0.99 < found["goodput"] < 1
+    failures = asked.to_dict()["failures"]
+    assert failures["mtbf_s"] == pytest.approx(1000 * 3600 / 2)
+    assert (failures["goodput"] == pytest.approx(failures["simulated_goodput"], rel=0.01)
+            and 0.99 < failures["goodput"] < 1)
     assert "with a failure every 20.8 days: a checkpoint every" in asked.describe().replace("\n    ", " ")
-    ways = found["survival"]
+    ways = failures["survival"]
     assert list(ways) == ["copies", "checkpoint", "spare", "resume"]
-    assert ways["copies"]["goodput"] > 0.99 and ways["checkpoint"]["goodput"] > found["goodput"]
-    assert ways["resume"]["goodput"] == found["goodput"]
+    assert ways["copies"]["goodput"] > 0.99 and ways["checkpoint"]["goodput"] > failures["goodput"]
+    assert ways["resume"]["goodput"] == failures["goodput"]
     on_two = paceline.plan(_job(), "2x1xH100", mtbf_hours=1000.0).to_dict()["failures"]
     assert list(on_two["survival"]) == ["copies", "resume"]
     assert list(on_two["survival_refused"]) == ["fewer", "spare"]  # if the keeper of the meeting place is lost

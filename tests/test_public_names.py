@@ -33,7 +33,7 @@ def test_every_public_name_can_be_used(name: str):
 
 def test_no_module_takes_the_place_of_a_public_name():
     """Importing a submodule sets it on the package: one called `train` would replace the function."""
-    modules = {found.name for found in pkgutil.iter_modules(paceline.__path__)}
+    modules = {module.name for module in pkgutil.iter_modules(paceline.__path__)}
     assert not modules & set(PUBLIC)
 
 

@@ -48,9 +48,9 @@ def test_metrics_become_seconds(source: str, given: dict[str, str], seconds: flo
 ])
 def test_rows_become_plans(given: dict[str, str], plan: str):
     """Axes, micro-batches, sharding and recomputation."""
-    found = read_row("vtrain", metric="iteration_time", value="1", unit="s", **given)
+    published_case = read_row("vtrain", metric="iteration_time", value="1", unit="s", **given)
 
-    assert [str(one) for one in found.plans] == [plan]
+    assert [str(one) for one in published_case.plans] == [plan]
 
 
 @pytest.mark.parametrize(("given", "reason"), [
@@ -74,7 +74,7 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     header = dict(zip(COLUMNS, COLUMNS, strict=True))
     path.write_text("\n".join(",".join(one[name] for name in COLUMNS) for one in [header, *rows]))
 
-    assert len([found for found in read(path) if isinstance(found, Case)]) == 5
+    assert len([entry for entry in read(path) if isinstance(entry, Case)]) == 5
     assert main(path) == 0
     printed = capsys.readouterr().out
     assert "nothing is known of this source's conventions" in printed

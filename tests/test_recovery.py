@@ -90,8 +90,8 @@ def test_a_run_outlives_the_death_of_a_rank(tmp_path: Path, plan: str, capfd: py
     samples = 8 * 7 // (1 if plan in ("single", "place=auto parts=2") else 2)
     train(tmp_path / "run", plan, mark=tmp_path / "killed", samples=samples)
     assert (tmp_path / "killed").exists()
-    expected, found = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "run"))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "run"))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     assert "all ranks start again" in capfd.readouterr().err
 
@@ -111,8 +111,8 @@ def test_a_run_outlives_the_death_of_a_loader_worker(tmp_path: Path, capfd: pyte
     killing = replace(job_of(None, 0), data=FatalToWorkers(tmp_path / "killed", 0))
     pl.train(killing, "single", run=tmp_path / "run", check=False, table=False, loader_workers=1)
     assert (tmp_path / "killed").exists()
-    expected, found = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "run"))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "run"))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert "rank 0: a process that reads its data was killed" in capfd.readouterr().err
 
 
@@ -178,23 +178,23 @@ def test_copies_are_read_as_a_checkpoint_is():
 @pytest.mark.parametrize("flipped", [False, True])
 def test_copies_of_replicas_that_differ_are_passed_over(tmp_path: Path, flipped: bool, monkeypatch: pytest.MonkeyPatch):
     """Else all ranks would go on from a flipped bit and then agree on it."""
-    copies, said = StateCopies(2), list[str]()
-    monkeypatch.setattr(logger, "warning", said.append)
+    copies, warnings = StateCopies(2), list[str]()
+    monkeypatch.setattr(logger, "warning", warnings.append)
     for rank in range(2):
         weight, state = torch.ones(1000), torch.zeros(1000)
         if flipped and rank == 0:
             state.view(torch.int32)[7] ^= 1 << 20
         stepper: Any = SimpleNamespace(
             mesh=Mesh({"data": 2}, rank), local_parameters={"w": weight}, model=torch.nn.Module(),
-            buffers=SimpleNamespace(unlike=set()), step_sync=SimpleNamespace(global_weights=lambda held: held))
+            buffers=SimpleNamespace(unlike=set()), step_sync=SimpleNamespace(global_weights=lambda weights: weights))
         rows = fingerprints(stepper, lambda axis, state=state: {"optimizer/w/exp_avg": state})
         owned = [TensorPiece("parameters/w", (1000,), (0,), weight)] if rank == 0 else []
         Copier(_Context(rank), copies, 2).copy(5, [*owned, *rows], {"step": 5} if rank == 0 else None)
     context: Any = SimpleNamespace(rank=0, copies=copies, num_starts=2, store=None)
     newest = open_newest(context, tmp_path, num_ranks=2)
     assert (newest is None) == flipped
-    assert said == (["the copies in memory of step 5 are passed over: the state differs between rank 0 and rank 1, and "
-                     "nothing shows which of them is right"] if flipped else [])
+    assert warnings == (["the copies in memory of step 5 are passed over: the state differs between rank 0 and rank 1, "
+                         "and nothing shows which of them is right"] if flipped else [])
     copies.close()
 
 

@@ -43,9 +43,10 @@ def test_regret_is_the_chosen_plan_by_the_best_exact_one():
 
 def test_the_page_has_each_plan_and_both_regrets():
     """Chosen without calibrations is the plan of 1.0 s, with them that of 1.2 s."""
-    found = {"a job": JobResult("data=2", [measured("data=2", 1.2, 1.2, was_tried=True), measured("single", 1.5, 1.0)],
-                                "single")}
-    text = page(found, measured_on=datetime.date(2026, 1, 2), machine="2 cores")
+    results = {"a job": JobResult("data=2", [measured("data=2", 1.2, 1.2, was_tried=True),
+                                             measured("single", 1.5, 1.0)],
+                                  "single")}
+    text = page(results, measured_on=datetime.date(2026, 1, 2), machine="2 cores")
 
     assert "02 January 2026; 2 cores." in text
     assert "| a job | 2 | 25.0 % | +50 % | 100.0% | 1.000 | 25.0 % | +50 % | 50.0% | 1.200 | 0.0 % |" in text

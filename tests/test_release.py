@@ -39,9 +39,9 @@ def test_a_wheel_trains_in_an_empty_environment(tmp_path: Path):
                     f"{wheel}[examples]"], check=True, timeout=500)
     (tmp_path / "work").mkdir()
     for words in (["-m", "paceline"], [str(python.with_name("paceline"))]):
-        said = subprocess.run([python, *words, "--version"], check=True, capture_output=True, text=True, timeout=60,
-                              cwd=tmp_path / "work", env={"PATH": "/usr/bin:/bin"})
-        assert said.stdout == f"paceline {paceline.__version__}\n"
+        completed = subprocess.run([python, *words, "--version"], check=True, capture_output=True, text=True,
+                                   timeout=60, cwd=tmp_path / "work", env={"PATH": "/usr/bin:/bin"})
+        assert completed.stdout == f"paceline {paceline.__version__}\n"
     subprocess.run([python, "-m", "paceline", "train", str(ROOT / "examples" / "01_digits.py"), "--plan", "data=2",
                     "--steps", "20", "--run", "run"], check=True, timeout=200, cwd=tmp_path / "work",
                    env={"PATH": "/usr/bin:/bin"})

@@ -43,13 +43,13 @@ def _job(model: Any = _net, batch: int = 32) -> paceline.Job:
 
 
 @pytest.fixture(scope="module")
-def found() -> Scaling:
+def scaling() -> Scaling:
     return paceline.scale(_job(Moody), "8xH100", "1..96")
 
 
-def test_every_number_of_devices_has_a_line(found: Scaling):
+def test_every_number_of_devices_has_a_line(scaling: Scaling):
     """Efficiency is against the fewest devices; where the batch is smaller than the replicas, that is said."""
-    document = json.loads(json.dumps(found.to_dict()))
+    document = json.loads(json.dumps(scaling.to_dict()))
     assert [row["devices"] for row in document["points"]] == [1, 2, 4, 8, 16, 32, 64, 96]
     assert document["batch"] == 32 and document["points"][0]["efficiency"] == 1.0
     for row in document["points"][:6]:
@@ -57,7 +57,7 @@ def test_every_number_of_devices_has_a_line(found: Scaling):
             row["samples_per_s"] / row["devices"] / document["points"][0]["samples_per_s"])
         assert row["step_s_low"] < row["step_s"] < row["step_s_high"]
     assert all(row["plan"] is None and "batch of 32 samples" in row["problem"] for row in document["points"][6:])
-    lines = found.describe().splitlines()
+    lines = scaling.describe().splitlines()
     assert "strong scaling" in lines[0] and max(map(len, lines)) <= 100 and len(lines) >= 4 + 8
 
 
@@ -73,31 +73,31 @@ def test_nothing_fits(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("suffix", "head"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
-def test_it_is_drawn(found: Scaling, tmp_path: Path, suffix: str, head: bytes):
+def test_it_is_drawn(scaling: Scaling, tmp_path: Path, suffix: str, head: bytes):
     """As an image or as lines, in a folder that need not be there."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'paceline[plot]'")
-    drawn = found.plot(tmp_path / "plots" / f"scale{suffix}")
+    drawn = scaling.plot(tmp_path / "plots" / f"scale{suffix}")
     assert drawn.read_bytes().startswith(head)
 
 
-def test_what_can_not_be_drawn(found: Scaling, monkeypatch: pytest.MonkeyPatch):
+def test_what_can_not_be_drawn(scaling: Scaling, monkeypatch: pytest.MonkeyPatch):
     """Another suffix, and without matplotlib."""
     with pytest.raises(UsageError, match=r"can't draw to scale\.pdf\n\nhint: a file that ends in \.png or \.svg"):
-        found.plot("scale.pdf")
+        scaling.plot("scale.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PacelineError, match=r"drawing needs the package 'matplotlib', which is not installed\n\n"
                                             r"hint: pip install 'paceline\[plot\]'$"):
-        found.plot("scale.png")
+        scaling.plot("scale.png")
 
 
 @pytest.mark.parametrize(("most", "count"), [(100, 8), pytest.param(100_000, 18, marks=pytest.mark.slow)])
 def test_a_hundred_thousand_devices_take_seconds(most: int, count: int):
     """18 numbers of devices, with pipelines."""
     begin_s = time.process_time()
-    found = paceline.scale(_job(), "8xH100", f"1..{most}")
+    scaling = paceline.scale(_job(), "8xH100", f"1..{most}")
     assert time.process_time() - begin_s < 30.0
-    assert found.points[-1].num_devices == most and len(found.points) == count
+    assert scaling.points[-1].num_devices == most and len(scaling.points) == count
 
 
 @pytest.mark.parametrize("text", ["8", "4..2", "0..4", "1..x", "1..10000000"])

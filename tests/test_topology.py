@@ -26,9 +26,9 @@ def card(index: int, **fields: object) -> Card:
     ({"pcie_generation": 1, "pcie_lanes": 1}, "PCIe 1 x1", 0.25e9 * 0.7),
     ({"pcie_generation": 7}, "PCIe 7 x16", 121e9 * 0.7)])
 def test_figures_are_those_of_the_catalogue(fields: dict[str, object], name: str, bytes_per_s: float):
-    found = between(card(0, **fields), card(1, **fields))
-    assert found is not None and found.name == name
-    assert found.bytes_per_s == pytest.approx(bytes_per_s)
+    wire = between(card(0, **fields), card(1, **fields))
+    assert wire is not None and wire.name == name
+    assert wire.bytes_per_s == pytest.approx(bytes_per_s)
 
 
 def test_the_slower_card_sets_the_pace():
@@ -48,7 +48,7 @@ def test_the_slowest_wire_is_one_of_a_pair(kinds: list[tuple[int, int]]):
     """And no pair is slower."""
     cards = [card(index, pcie_generation=generation, pcie_lanes=lanes)
              for index, (generation, lanes) in enumerate(kinds)]
-    found = slowest(list(cards))
+    slowest_wire = slowest(list(cards))
     wires = [between(one, other) for one in cards for other in cards if one is not other]
-    assert found in wires and found is not None
-    assert all(wire is not None and wire.bytes_per_s >= found.bytes_per_s for wire in wires)
+    assert slowest_wire in wires and slowest_wire is not None
+    assert all(wire is not None and wire.bytes_per_s >= slowest_wire.bytes_per_s for wire in wires)

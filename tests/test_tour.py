@@ -20,12 +20,12 @@ ABOVE_ALL = {"__init__", "__main__", "pytest_plugin"}
 
 def rows() -> dict[str, int]:
     """The number of each module's or folder's row, from the lowest."""
-    found: dict[str, int] = {}
+    row_numbers: dict[str, int] = {}
     for number, line in enumerate(line for line in TOUR.read_text().splitlines() if line.startswith("| `")):
         for pattern in re.findall(r"`([^`]+)`", line.split("|")[1]):
             for name in [str(path.relative_to(PACKAGE)) for path in PACKAGE.glob(pattern)] or [pattern]:
-                found[name.removesuffix("/").removesuffix(".py").replace("/", ".")] = number
-    return found
+                row_numbers[name.removesuffix("/").removesuffix(".py").replace("/", ".")] = number
+    return row_numbers
 
 
 def row_of(module: str, row: dict[str, int]) -> int:

@@ -33,9 +33,10 @@ def test_a_profile_stays_itself():
     """What it makes of its fields is made again."""
     profile = Profile((Parameter("a.weight", "a", 8, 2), Parameter("bias", "", 4, 1)),
                       (Segment("a", Work(Affine(1.0, 2.0)), gradients=("a.weight",)),), notes=("rough",))
-    found = told(profile)
-    assert (found.parameters, found.segments, found.notes) == (profile.parameters, profile.segments, profile.notes)
-    assert found.owned_by("a") == profile.owned_by("a") and found.parameter_bytes == 12
+    restored = told(profile)
+    assert (restored.parameters, restored.segments, restored.notes) == (
+        profile.parameters, profile.segments, profile.notes)
+    assert restored.owned_by("a") == profile.owned_by("a") and restored.parameter_bytes == 12
 
 
 _simple = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

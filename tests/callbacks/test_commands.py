@@ -53,10 +53,10 @@ def test_a_callback_that_fails_ends_the_command_with_its_lines(tmp_path: Path):
     """Exit code 1, the user's traceback without ours, and a checkpoint to go on from."""
     failed = Command(words(tmp_path), environment("error"), tmp_path / "command")
     assert failed.wait() == 1
-    said = failed.stderr.read_text()
-    assert 'net.py", line' in said and "ZeroDivisionError: planted" in said
-    assert "Diary failed in on_step after step 7" in said and "bug in paceline" not in said
-    assert "a checkpoint is saved" in said and "controller.py" not in said
+    stderr_text = failed.stderr.read_text()
+    assert 'net.py", line' in stderr_text and "ZeroDivisionError: planted" in stderr_text
+    assert "Diary failed in on_step after step 7" in stderr_text and "bug in paceline" not in stderr_text
+    assert "a checkpoint is saved" in stderr_text and "controller.py" not in stderr_text
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/COMMIT"))
 
 

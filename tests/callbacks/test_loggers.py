@@ -138,16 +138,17 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     expected = train(tmp_path / "run", "wandb:project")
     deadline_s = time.monotonic() + 20
     while True:  # its own process writes the last of a run's file after the client has closed it
-        found = [record for path in sorted((tmp_path / "run").rglob("*.wandb")) for record in records(path)]
-        if sum(record.WhichOneof("record_type") == "exit" for record in found) == 2 or time.monotonic() > deadline_s:
+        all_records = [record for path in sorted((tmp_path / "run").rglob("*.wandb")) for record in records(path)]
+        if (sum(record.WhichOneof("record_type") == "exit" for record in all_records) == 2
+                or time.monotonic() > deadline_s):
             break
         time.sleep(0.05)
-    runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
+    runs = [record.run for record in all_records if record.WhichOneof("record_type") == "run"]
     assert {(run.project, run.display_name) for run in runs} == {("project", "run")}
-    assert len({run.run_id for run in runs}) == 1 and [record.exit.exit_code for record in found
+    assert len({run.run_id for run in runs}) == 1 and [record.exit.exit_code for record in all_records
                                                        if record.WhichOneof("record_type") == "exit"] == [0, 0]
     rows = [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            for record in found if record.WhichOneof("record_type") == "history"]
+            for record in all_records if record.WhichOneof("record_type") == "history"]
     assert_curves(*[[(row["_step"], row[name]) for row in rows if name in row] for name in ("loss", "validation_loss")],
                   expected)
     assert [row["_step"] for row in rows if "half" in row] == [3, 6, 9, 12]

@@ -34,9 +34,9 @@ def diaries(tmp_path: Path) -> list[list[str]]:
 @pytest.mark.parametrize("plan", ["single", pytest.param("data=2", marks=pytest.mark.slow)])
 def test_early_stopping_ends_a_trial_which_counts_as_complete(tmp_path: Path, plan: str):
     """After the step of `pl.train`; callbacks run once a trial, and can have its weights."""
-    found = search(tmp_path, plan, pruner="none")
-    assert [trial["state"] for trial in found["trials"]] == ["complete"] * 2
-    for trial in found["trials"]:
+    study = search(tmp_path, plan, pruner="none")
+    assert [trial["state"] for trial in study["trials"]] == ["complete"] * 2
+    for trial in study["trials"]:
         folder = tmp_path / "run" / "trials" / str(trial["number"])
         lr = trial["params"]["lr"]
         alone = pl.train(JobFile.parse(str(tmp_path / "net.py"), {"lr": str(lr)}), "single",
@@ -48,16 +48,16 @@ def test_early_stopping_ends_a_trial_which_counts_as_complete(tmp_path: Path, pl
 def test_a_pruned_trial_tells_its_callbacks_and_ends(tmp_path: Path):
     from optuna.pruners import ThresholdPruner
 
-    found = search(tmp_path, "data=2", pruner=ThresholdPruner(upper=1e-9))
-    assert [trial["state"] for trial in found["trials"]] == ["pruned"] * 2
+    study = search(tmp_path, "data=2", pruner=ThresholdPruner(upper=1e-9))
+    assert [trial["state"] for trial in study["trials"]] == ["pruned"] * 2
     assert [diary[-1] for diary in diaries(tmp_path)] == ["failure Preempted"] * 2
 
 
 def test_a_callback_that_fails_fails_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With the callback's name and the user's line as the reason."""
     monkeypatch.setenv("PLANTED", "error")
-    found = search(tmp_path, "data=2", pruner="none")
-    assert [trial["state"] for trial in found["trials"]] == ["failed"] * 2
+    study = search(tmp_path, "data=2", pruner="none")
+    assert [trial["state"] for trial in study["trials"]] == ["failed"] * 2
     assert all("Diary failed in on_step after step 7" in trial["reason"] and "planted" in trial["reason"]
-               for trial in found["trials"])
+               for trial in study["trials"])
     assert [diary[-1] for diary in diaries(tmp_path)] == ["failure ZeroDivisionError"] * 2

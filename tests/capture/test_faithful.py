@@ -114,19 +114,19 @@ def test_a_wrong_capture_is_named() -> None:
             node.args = (node.args[0], node.args[1])  # without its bias
     right.pieces[2].run.recompile()  # type: ignore[attr-defined]
 
-    found = first_difference(model, right, *given)
+    difference = first_difference(model, right, *given)
 
-    assert found is not None and found.path == "2"
+    assert difference is not None and difference.path == "2"
     assert int(model[1].num_batches_tracked) == 0
 
 
 def test_a_lost_backward_hook_is_seen() -> None:
     """If it were not looked for, the gradients would tell."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    found = capture(model, *Batch(2).arguments())
+    captured = capture(model, *Batch(2).arguments())
     model[1].register_full_backward_hook(lambda module, given, came: (given[0] * 3,))
 
-    seen = first_difference(model, found, *Batch(2).arguments())
+    seen = first_difference(model, captured, *Batch(2).arguments())
 
     assert seen is not None and seen.what == "the gradient of '0.weight' differs"
 
@@ -221,10 +221,10 @@ def test_a_module_taken_whole_is_captured_with_and_without_gradients(enabled: bo
     faithful_capture(model.train(), Batch, opaque, nullcontext)
     args, kwargs = Batch(3).arguments()
     with torch.set_grad_enabled(enabled):
-        found = capture(model, args, kwargs, opaque=opaque)
+        captured = capture(model, args, kwargs, opaque=opaque)
 
-        assert first_difference(model, found, args, kwargs) is None
-        assert [piece.opaque for piece in found.pieces] == [(), ("layers.1",)]
+        assert first_difference(model, captured, args, kwargs) is None
+        assert [piece.opaque for piece in captured.pieces] == [(), ("layers.1",)]
 
 
 class Reparametrised(nn.Module):

@@ -33,8 +33,8 @@ class Attention(nn.Module):
         k, v = self.kv(x).view(batch, length, 2 * self.key_heads, self.head).transpose(1, 2).chunk(2, 1)
         if self.rotary:
             q, k = _rotated(q), _rotated(k)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.key_heads != HEADS)
-        return self.out(found.transpose(1, 2).reshape(batch, length, FEATURES))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.key_heads != HEADS)
+        return self.out(attended.transpose(1, 2).reshape(batch, length, FEATURES))
 
 
 def _rotated(x: Tensor) -> Tensor:
@@ -191,8 +191,8 @@ def windowed_attention() -> paceline.Job:
         def forward(self, x: Tensor) -> Tensor:
             windows = x.unflatten(1, (2, 4))
             q, k, v = self.qkv(windows).chunk(3, -1)
-            found = (q @ k.mT / 2 + self.bias[self.places]).softmax(-1) @ v
-            return x + self.out(found).flatten(1, 2)
+            attended = (q @ k.mT / 2 + self.bias[self.places]).softmax(-1) @ v
+            return x + self.out(attended).flatten(1, 2)
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -30,24 +30,24 @@ def certify(jobs: Sequence[Entry], plans: Sequence[str], say: Callable[[str], No
     cells: list[Cell] = []
     for entry in jobs:
         started_s = time.monotonic()
-        cells += (found := _of(entry, plans, timeout_s))
-        for cell in found:
-            cell.seconds = (time.monotonic() - started_s) / len(found)
+        cells += (new_cells := _of(entry, plans, timeout_s))
+        for cell in new_cells:
+            cell.seconds = (time.monotonic() - started_s) / len(new_cells)
             if cell.verdict not in (EXACT, COUPLED, REFUSED):
                 say(f"{cell.verdict}: {cell.job} under {cell.plan}: {cell.reason}")
     return cells
 
 
 def _of(entry: Entry, plans: Sequence[str], timeout_s: float) -> list[Cell]:
-    found = []
+    cells = []
     for plan in plans:
         try:
             certificate = _certificate(entry.make(), plan, timeout_s)
-            found.append(Cell(entry.name, plan, _VERDICTS[certificate.verdict], certificate.reason or ""))
+            cells.append(Cell(entry.name, plan, _VERDICTS[certificate.verdict], certificate.reason or ""))
         except PacelineError as error:
             verdict = REFUSED if isinstance(error, UsageError) else WRONG
-            found.append(Cell(entry.name, plan, verdict, first_line(error), trace=str(error)))
-    return found
+            cells.append(Cell(entry.name, plan, verdict, first_line(error), trace=str(error)))
+    return cells
 
 
 def _certificate(job: paceline.Job, plan: str, timeout_s: float) -> paceline.Certificate:

@@ -301,11 +301,11 @@ class ListOfOutputs(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         x = self.net.first(x)
-        found = []
+        outputs = []
         for block in self.net.blocks:
             x = block(x)
-            found.append(self.net.last(x))
-        return found
+            outputs.append(self.net.last(x))
+        return outputs
 
 
 @entry("a list of outputs, one of each depth, all of which count")

@@ -32,9 +32,9 @@ def main() -> int:
     torch.set_num_threads(1)
     sound = read(given.sound) if given.sound else {}
     for name in given.jobs:
-        found = verdicts(name, sound.get(name))
-        print(json.dumps({"job": name, "plans": found}), flush=True)
-        if difference(sound.get(name, {}), found):
+        plan_verdicts = verdicts(name, sound.get(name))
+        print(json.dumps({"job": name, "plans": plan_verdicts}), flush=True)
+        if difference(sound.get(name, {}), plan_verdicts):
             break
     return 0
 
@@ -50,14 +50,14 @@ def verdicts(name: str, sound: Verdicts | None) -> Verdicts:
 
     from .registry import entries
 
-    found: Verdicts = {}
+    plan_verdicts: Verdicts = {}
     verb: Any = importlib.import_module("paceline.verbs.verify")
     certify = verb._certify
 
     def noted(*args: Any, **options: Any) -> Any:
         certificate = certify(*args, **options)
-        found[certificate.plan] = (certificate.verdict, certificate.reason or "")
-        if difference(sound or {}, found):
+        plan_verdicts[certificate.plan] = (certificate.verdict, certificate.reason or "")
+        if difference(sound or {}, plan_verdicts):
             raise _Seen
         return certificate
 
@@ -65,14 +65,14 @@ def verdicts(name: str, sound: Verdicts | None) -> Verdicts:
     job, = (entry.make() for entry in entries(name))
     try:
         for certificate in paceline.verify(job):
-            found.setdefault(certificate.plan, (certificate.verdict, certificate.reason or ""))
+            plan_verdicts.setdefault(certificate.plan, (certificate.verdict, certificate.reason or ""))
     except _Seen:
         pass
     except PacelineError as error:
-        found["one device"] = ("failed", str(error))
+        plan_verdicts["one device"] = ("failed", str(error))
     finally:
         verb._certify = certify
-    return found
+    return plan_verdicts
 
 
 def read(path: Path) -> dict[str, Verdicts]:
@@ -80,11 +80,11 @@ def read(path: Path) -> dict[str, Verdicts]:
     return {line["job"]: line["plans"] for line in map(json.loads, path.read_text().splitlines())}
 
 
-def difference(sound: Mapping[str, Sequence[str]], found: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
+def difference(sound: Mapping[str, Sequence[str]], mutated: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
     """The first plan that is in order without the bug and not with it, and why; None if there is none."""
     if not sound:
         return None
-    for plan, (verdict, why) in found.items():
+    for plan, (verdict, why) in mutated.items():
         if verdict not in SOUND and sound.get(plan, SOUND)[0] in SOUND:
             return plan, why or verdict
     return None

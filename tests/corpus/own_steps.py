@@ -295,9 +295,9 @@ class Queue(nn.Module):
         self.register_buffer("rows", numbers(24, 3, seed=9))
 
     def forward(self, more: Tensor) -> Tensor:
-        held = self.rows.clone()
+        rows_before = self.rows.clone()
         self.rows.copy_(torch.cat([self.rows, more])[-24:])
-        return held
+        return rows_before
 
 
 def contrast(query: Tensor, key: Tensor, others: Tensor) -> Tensor:

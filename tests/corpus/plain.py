@@ -170,11 +170,11 @@ class Items(list[Any]):
         return made
 
     def __getitem__(self, place: Any) -> Any:
-        found = super().__getitem__(place)
+        selected = super().__getitem__(place)
         if isinstance(place, slice):
-            found = Items(found)
-            found.first, found.count, found.key = place.start, self.count, self.key
-        return found
+            selected = Items(selected)
+            selected.first, selected.count, selected.key = place.start, self.count, self.key
+        return selected
 
 
 def _windows(job: Job) -> Iterator[list[Any]]:

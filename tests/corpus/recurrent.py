@@ -101,11 +101,11 @@ class Scan(nn.Module):
         u = F.silu(self.mix(x.transpose(1, 2))[..., :x.shape[1]].transpose(1, 2))
         into, out, step = self.select(u).split([4, 4, 1], -1)
         decay = torch.exp(-F.softplus(step)[..., None] * self.rates.exp())
-        state, found = u.new_zeros(len(x), FEATURES, 4), []
+        state, outputs = u.new_zeros(len(x), FEATURES, 4), []
         for t in range(x.shape[1]):
             state = decay[:, t] * state + u[:, t, :, None] * into[:, t, None]
-            found.append((state * out[:, t, None]).sum(-1))
-        return x + self.out(torch.stack(found, 1) + u * self.skip)
+            outputs.append((state * out[:, t, None]).sum(-1))
+        return x + self.out(torch.stack(outputs, 1) + u * self.skip)
 
 
 @entry("a selective scan, as Mamba's")

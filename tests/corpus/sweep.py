@@ -115,33 +115,33 @@ class Sweep:
                     for number, (entry, cut) in enumerate(missing)]
 
         figures = run_local(body, Cluster.local("cpu:0").devices, timeout_s=600.0)[0]
-        for number, ((entry, cut), found) in enumerate(zip(missing, figures, strict=True)):
+        for number, ((entry, cut), plain_figures) in enumerate(zip(missing, figures, strict=True)):
             path = self.folder / f"plain-{number}.safetensors"
             outcome = None
-            if not found["failure"]:
-                outcome = Outcome(load_file(path), found["losses"], found["validation_loss"])
+            if not plain_figures["failure"]:
+                outcome = Outcome(load_file(path), plain_figures["losses"], plain_figures["validation_loss"])
                 path.unlink()
-            self.references[entry.name, cut] = Reference(outcome, found["failure"])
+            self.references[entry.name, cut] = Reference(outcome, plain_figures["failure"])
 
     def _under(self, jobs: Sequence[Entry], plan: str) -> list[tuple[Entry, Cell]]:
         """Cells before what couples samples is looked at; what fails among others is tried again by itself."""
-        found: dict[str, Cell] = {}
+        cells_by_job: dict[str, Cell] = {}
         waiting: list[tuple[Entry, Resolved]] = []
         for entry in jobs:
             try:
                 waiting.append((entry, _resolved(entry.make(), plan)))
             except UsageError as error:
-                found[entry.name] = Cell(entry.name, plan, REFUSED, first_line(error))
+                cells_by_job[entry.name] = Cell(entry.name, plan, REFUSED, first_line(error))
         while waiting:
             batch, waiting = waiting[:POOL_JOBS], waiting[POOL_JOBS:]
             done = self._pool(batch, plan)
-            found |= {cell.job: cell for cell in done}
+            cells_by_job |= {cell.job: cell for cell in done}
             waiting = batch[len(done):] + waiting
         for entry in jobs:
-            cell = found[entry.name]
+            cell = cells_by_job[entry.name]
             if cell.verdict == WRONG and cell.off is None:
-                found[entry.name] = self._alone(entry, plan)
-        return [(entry, found[entry.name]) for entry in jobs]
+                cells_by_job[entry.name] = self._alone(entry, plan)
+        return [(entry, cells_by_job[entry.name]) for entry in jobs]
 
     def _pool(self, batch: Sequence[tuple[Entry, Resolved]], plan: str) -> list[Cell]:
         """Run jobs one after the other in ranks that are forked once, up to the first that fails. One cell at least."""

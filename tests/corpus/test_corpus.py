@@ -39,10 +39,10 @@ def _wrong(sweep: Sweep, jobs: str, *plans: str) -> list[str]:
 
 def test_names_and_ideas():
     """120 jobs at least; each says its idea in a line."""
-    found = entries()
+    all_entries = entries()
 
-    assert len(found) >= 120
-    assert all(0 < len(entry.idea) < 100 and "\n" not in entry.idea for entry in found)
+    assert len(all_entries) >= 120
+    assert all(0 < len(entry.idea) < 100 and "\n" not in entry.idea for entry in all_entries)
 
 
 @pytest.fixture(scope="module")

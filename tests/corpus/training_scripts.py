@@ -381,15 +381,15 @@ class Windows(IterableDataset[dict[str, Tensor]]):
     """Cut from each series in turn; which one leaves the buffer next is drawn."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        held: list[dict[str, Tensor]] = []
+        shuffle_buffer: list[dict[str, Tensor]] = []
         for series in numbers(5, 27, seed=6).cumsum(1):
             for start in range(0, 18, 2):
-                held.append({"history": series[start:start + 6], "future": series[start + 6:start + 9],
-                             "hour": torch.tensor(start % 24)})
-                if len(held) >= 8:
-                    yield held.pop(random.randrange(len(held)))
-        random.shuffle(held)
-        yield from held
+                shuffle_buffer.append({"history": series[start:start + 6], "future": series[start + 6:start + 9],
+                                       "hour": torch.tensor(start % 24)})
+                if len(shuffle_buffer) >= 8:
+                    yield shuffle_buffer.pop(random.randrange(len(shuffle_buffer)))
+        random.shuffle(shuffle_buffer)
+        yield from shuffle_buffer
 
 
 class Forecaster(nn.Module):

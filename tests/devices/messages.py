@@ -110,7 +110,7 @@ def of_a_schedule(model: torch.nn.Module, captured: Capture, example: torch.Tens
     staged = cut(captured, lambda piece: stage_of(place[piece.key], len(place)), ranks)
     weights = dict(model.named_parameters())
     microbatches = sorted({action.microbatch for order in orders for action in order})
-    asked, found = (dist.isend, dist.irecv), []
+    asked, entries_by_rank = (dist.isend, dist.irecv), []
     for rank in range(len(orders)):
         entries: list[Entry] = []
 
@@ -135,8 +135,8 @@ def of_a_schedule(model: torch.nn.Module, captured: Capture, example: torch.Tens
                        lambda number, output: output.sum())
         finally:
             dist.isend, dist.irecv = asked
-        found.append(entries)
-    return found
+        entries_by_rank.append(entries)
+    return entries_by_rank
 
 
 def _collective(func: Any, args: Sequence[Any]) -> Entry:

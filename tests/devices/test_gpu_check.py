@@ -35,12 +35,12 @@ def trained(weight: float, loss: float = 1.0) -> matrix._Trained:
 RUN = matrix._Run("blocks", "data=2", "cuda:0-1")
 
 
-@pytest.mark.parametrize(("found", "verdict", "off_by"), [
+@pytest.mark.parametrize(("actual", "verdict", "off_by"), [
     (trained(1.0), "equal", 0.0), (trained(1.0 + 4e-11), "equal", 1e-11), (trained(1.0 + 4e-3), "differs", 1e-3),
     (trained(1.0, loss=1.001), "differs", 1e-3), (ended("error: no"), "failed", None), (None, "not run", None)])
-def test_a_cell_says_how_far_off_it_is(found: matrix._Trained | command.Ended | None, verdict: str,
+def test_a_cell_says_how_far_off_it_is(actual: matrix._Trained | command.Ended | None, verdict: str,
                                        off_by: float | None):
-    cell = matrix._compared(RUN, found, trained(1.0))
+    cell = matrix._compared(RUN, actual, trained(1.0))
     assert cell.verdict == verdict
     assert cell.off_by == (None if off_by is None else pytest.approx(off_by, rel=1e-3))
 
@@ -131,8 +131,8 @@ def test_why_a_command_failed():
 
 
 def test_a_command_that_takes_too_long_is_ended():
-    found = command.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)
-    assert found.exit_code is None
+    result = command.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)
+    assert result.exit_code is None
 
 
 def test_a_rank_that_hangs_is_named_before_its_command_is_ended(tmp_path: Path):

@@ -167,8 +167,8 @@ def recorded(plan: str, job: Callable[[], paceline.Job] = job) -> list[list[Entr
             train_rank(context, job(), asked.plan, Settings(None, asked.shares))
         return recording.entries
 
-    found = run_local(lambda context: [entry.to_list() for entry in body(context)], asked.cluster.devices)
-    return [[Entry.of_list(entry) for entry in entries] for entries in found]
+    entries_by_rank = run_local(lambda context: [entry.to_list() for entry in body(context)], asked.cluster.devices)
+    return [[Entry.of_list(entry) for entry in entries] for entries in entries_by_rank]
 
 
 def of_net(plan: str) -> list[list[Entry]]:

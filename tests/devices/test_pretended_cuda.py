@@ -35,28 +35,28 @@ ROUNDING_ATOL = 4 * 1e-2 / 1e-8 * 2 * 2**-53
 RTOL = {"padded llama": 1e-7}
 
 
-def assert_alike(found: Trained, expected: Trained, *, rtol: float = 1e-10, of_rounding: Sequence[str] = ()) -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=rtol)
-    assert found.weights.keys() == expected.weights.keys()
+def assert_alike(actual: Trained, expected: Trained, *, rtol: float = 1e-10, of_rounding: Sequence[str] = ()) -> None:
+    assert actual.losses == pytest.approx(expected.losses, rel=rtol)
+    assert actual.weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
         atol = ROUNDING_ATOL if name in of_rounding else rtol
-        torch.testing.assert_close(found.weights[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: (
+        torch.testing.assert_close(actual.weights[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: (
             f"{name}: {text}"))
     for name, value in expected.summary["metrics"].items():
-        assert found.summary["metrics"][name] == pytest.approx(value, rel=rtol)
+        assert actual.summary["metrics"][name] == pytest.approx(value, rel=rtol)
 
 
-def assert_apart(found: Trained, plan: str) -> None:
+def assert_apart(trained: Trained, plan: str) -> None:
     """Each rank but servers uses its own GPU alone, and the process that forks them none."""
     first = Plan.parse(plan).num_cpu_ranks
-    assert all(rank["devices"] in ([f"cuda:{rank['rank'] - first}"], []) for rank in found.measured)
-    assert [rank["rank"] for rank in found.measured] == list(range(first, Plan.parse(plan).world_size))
-    assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
+    assert all(rank["devices"] in ([f"cuda:{rank['rank'] - first}"], []) for rank in trained.measured)
+    assert [rank["rank"] for rank in trained.measured] == list(range(first, Plan.parse(plan).world_size))
+    assert trained.first_use is None, f"the process that forks ranks began to use CUDA: {trained.first_use}"
 
 
-def assert_frugal(found: Trained) -> None:
+def assert_frugal(trained: Trained) -> None:
     """The host waits for the device once in a step at most, and for nothing that it sends there."""
-    for rank in found.measured:
+    for rank in trained.measured:
         for step in rank["steps"][1:]:  # the first compares replicas
             assert step["reads"] <= 1 and step["blocking_uploads"] == step["pageable_uploads"] == 0, step
 
@@ -65,28 +65,28 @@ def assert_frugal(found: Trained) -> None:
 @pytest.mark.parametrize("plan", [*EXACT, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE_EXACT)])
 def test_a_plan_on_gpus_is_one_cpu(shop: Workshop, placement: str, plan: str):
     plan = plan.replace("FILE", placement)
-    found = shop.train("blocks", plan, on("cuda", plan))
-    assert_alike(found, shop.train("blocks", "single", "cpu:0"))
-    assert_apart(found, plan)
-    assert_frugal(found)
+    trained = shop.train("blocks", plan, on("cuda", plan))
+    assert_alike(trained, shop.train("blocks", "single", "cpu:0"))
+    assert_apart(trained, plan)
+    assert_frugal(trained)
 
 
 @pytest.mark.parametrize("plan", ["server=1 workers=2", pytest.param("server=2 workers=2 compress=bf16",
                                                                      marks=pytest.mark.slow)])
 def test_backward_does_not_wait_for_what_servers_are_sent(shop: Workshop, plan: str):
     """Gradients are copied beside it, and weights come in from pinned memory; the host reads the loss alone."""
-    found = shop.train("blocks", plan, on("cuda", plan))
-    assert [len(rank["backwards"]) for rank in found.measured] == [4, 4]
-    for backward in (backward for rank in found.measured for backward in rank["backwards"]):
+    trained = shop.train("blocks", plan, on("cuda", plan))
+    assert [len(rank["backwards"]) for rank in trained.measured] == [4, 4]
+    for backward in (backward for rank in trained.measured for backward in rank["backwards"]):
         assert backward["reads"] == 1 and backward["blocking_uploads"] == backward["pageable_uploads"] == 0, backward
 
 
 @pytest.mark.parametrize("plan", [*ALIKE, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE_ALIKE)])
 def test_a_relaxed_plan_on_gpus_is_itself_on_cpus(shop: Workshop, plan: str):
-    found = shop.train("blocks", plan, on("cuda", plan))
-    assert_alike(found, shop.train("blocks", plan, on("cpu", plan)))
-    assert_apart(found, plan)
-    assert_frugal(found)
+    trained = shop.train("blocks", plan, on("cuda", plan))
+    assert_alike(trained, shop.train("blocks", plan, on("cpu", plan)))
+    assert_apart(trained, plan)
+    assert_frugal(trained)
 
 
 @pytest.mark.parametrize("plan", ["shard=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
@@ -96,9 +96,9 @@ def test_the_host_meets_others_in_first_steps_alone(shop: Workshop, plan: str):
     """Collectives of CPU tensors block it. Ranks compare what they gather next under shard=N in the first three
     forwards, and replicas what they hold in the first step. In later steps replicas with local steps exchange figures
     where they meet, and others nothing."""
-    found = shop.train("blocks", plan, on("cuda", plan), steps=6, notes_collectives=True)
+    trained = shop.train("blocks", plan, on("cuda", plan), steps=6, notes_collectives=True)
     allowed = {"allreduce_"} if "local" in plan else set()
-    for rank in found.measured:
+    for rank in trained.measured:
         names = [set(step["cpu_collectives"]) for step in rank["steps"]]
         assert len(names) == 6 and all(first <= {"allreduce_", "allgather_"} for first in names[:3]) and all(
             later <= allowed for later in names[3:]), names
@@ -108,28 +108,28 @@ def test_the_host_meets_others_in_first_steps_alone(shop: Workshop, plan: str):
 @pytest.mark.parametrize("plan", CHANCE)
 def test_a_plan_of_chance_trains_on_gpus(shop: Workshop, plan: str):
     """Workers overtake each other, and weights their worker's own update, so that no two runs are alike."""
-    found = shop.train("blocks", plan, on("cuda", plan))
-    assert all(0 < loss < 10 for loss in found.losses)
-    assert_apart(found, plan)
-    assert_frugal(found)
+    trained = shop.train("blocks", plan, on("cuda", plan))
+    assert all(0 < loss < 10 for loss in trained.losses)
+    assert_apart(trained, plan)
+    assert_frugal(trained)
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("job", "plan"), [
     *FEATURES, *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in MORE_FEATURES)])
 def test_a_feature_on_gpus_is_itself_on_cpus(shop: Workshop, job: str, plan: str):
-    reference, found = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
-    assert_alike(found, shop.train(job, reference, on("cpu", reference)), rtol=RTOL.get(job, 1e-10),
+    reference, trained = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
+    assert_alike(trained, shop.train(job, reference, on("cpu", reference)), rtol=RTOL.get(job, 1e-10),
                  of_rounding=OF_ROUNDING.get(job, ()))
-    assert_frugal(found)
-    assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
+    assert_frugal(trained)
+    assert trained.first_use is None, f"the process that forks ranks began to use CUDA: {trained.first_use}"
 
 
 def test_a_generator_of_the_cpu_draws_beside_a_gpu(shop: Workshop):
     """What is made by it is where it is, as in any script; what is on the GPU is given its numbers."""
-    found = shop.check("generated")
+    observed = shop.check("generated")
     on_gpu = {"in place", "a view", "initial", "normal", "bernoulli", "multinomial", "out", "own", "NumPy"}
-    assert found == {name: ["cuda:1" if name in on_gpu else "cpu", True] for name in found}
+    assert observed == {name: ["cuda:1" if name in on_gpu else "cpu", True] for name in observed}
 
 
 def test_a_generator_in_a_step_is_refused_on_gpus_as_on_cpus(shop: Workshop):
@@ -146,9 +146,9 @@ def test_a_generator_in_a_step_is_refused_on_gpus_as_on_cpus(shop: Workshop):
             ("attention", "tensor=2 recompute=full")))])
 def test_what_a_forward_writes_to_is_known_without_a_look_at_the_device(shop: Workshop, job: str, plan: str):
     """Blocks that run again begin with the state that they had, and replicas bring running statistics together."""
-    reference, found = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
-    assert_alike(found, shop.train(job, reference, on("cpu", reference)), of_rounding=OF_ROUNDING.get(job, ()))
-    assert_frugal(found)
+    reference, trained = plan if job == "statistics" else "single", shop.train(job, plan, on("cuda", plan))
+    assert_alike(trained, shop.train(job, reference, on("cpu", reference)), of_rounding=OF_ROUNDING.get(job, ()))
+    assert_frugal(trained)
 
 
 @pytest.mark.parametrize(("job", "plan", "options"), [
@@ -157,9 +157,9 @@ def test_what_a_forward_writes_to_is_known_without_a_look_at_the_device(shop: Wo
     pytest.param("stream", "pipeline=2", {}, marks=pytest.mark.slow)])
 def test_batches_are_made_ahead_and_are_the_same(shop: Workshop, job: str, plan: str, options: dict[str, int]):
     """So are the numbers that an optimizer draws after them."""
-    found = shop.train(job, plan, on("cuda", plan), **options)
-    assert_alike(found, shop.train(job, plan, on("cpu", plan)))
-    for rank in found.measured:
+    trained = shop.train(job, plan, on("cuda", plan), **options)
+    assert_alike(trained, shop.train(job, plan, on("cpu", plan)))
+    for rank in trained.measured:
         assert all(step["blocking_uploads"] == step["pageable_uploads"] == 0 for step in rank["steps"])
 
 
@@ -176,10 +176,10 @@ def test_a_sample_that_cannot_be_read_ends_its_own_step(shop: Workshop, tmp_path
 
 
 def test_batches_ahead(shop: Workshop):
-    found = shop.check("ahead")
-    assert found["made"] == [0, 1, 2, 2, 3, 3, 4], "at most one window is made before it is asked for"
-    assert found["samples"] == found["expected"] and found["devices"] == ["cuda:0"]
-    assert found["draws"] == [True, True, True], "generators are left as they were"
+    observed = shop.check("ahead")
+    assert observed["made"] == [0, 1, 2, 2, 3, 3, 4], "at most one window is made before it is asked for"
+    assert observed["samples"] == observed["expected"] and observed["devices"] == ["cuda:0"]
+    assert observed["draws"] == [True, True, True], "generators are left as they were"
 
 
 def test_ranks_that_leave_out_blocks_go_on(shop: Workshop):
@@ -198,10 +198,10 @@ def test_a_rank_that_leaves_out_blocks_alone_says_so(shop: Workshop):
 @pytest.mark.parametrize("plan", ["tensor=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])
 def test_layers_that_draw_are_split_as_on_cpus(shop: Workshop, plan: str):
     """CUDA's dropout is another operator than the CPU's, and hides nothing from the split."""
-    found, expected = (shop.train("dropout", plan, on(kind, plan)) for kind in ("cuda", "cpu"))
-    assert (found.run / folder.SPLIT).exists() == (expected.run / folder.SPLIT).exists()
-    if (found.run / folder.SPLIT).exists():
-        assert (found.run / folder.SPLIT).read_text() == (expected.run / folder.SPLIT).read_text()
+    actual, expected = (shop.train("dropout", plan, on(kind, plan)) for kind in ("cuda", "cpu"))
+    assert (actual.run / folder.SPLIT).exists() == (expected.run / folder.SPLIT).exists()
+    if (actual.run / folder.SPLIT).exists():
+        assert (actual.run / folder.SPLIT).read_text() == (expected.run / folder.SPLIT).read_text()
 
 
 def test_a_region_in_float32_is_none_of_bf16_in_backward(shop: Workshop):
@@ -213,8 +213,8 @@ def test_a_region_in_float32_is_none_of_bf16_in_backward(shop: Workshop):
 
 def test_ranks_keep_the_generators_of_their_own_gpu_alone(shop: Workshop):
     """torch warns of all GPUs' generators, in every rank, where an evaluation keeps them."""
-    found = shop.train("clip and validation", "data=2", "cuda:0-1")
-    logs = {file.name: file.read_text() for file in (found.run / "logs").iterdir()}
+    trained = shop.train("clip and validation", "data=2", "cuda:0-1")
+    logs = {file.name: file.read_text() for file in (trained.run / "logs").iterdir()}
     assert len(logs) == 2 and not [name for name, text in logs.items() if "fork_rng" in text], logs
 
 
@@ -228,21 +228,22 @@ def test_gpus_are_measured_before_ranks_use_them(workshops: Workshops, tmp_path:
 
 
 def test_draws_of_gpus_are_switched_off(shop: Workshop):
-    found = shop.check("means")
-    assert all(kind["off"] < 1e-6 and not kind["left_on"] and kind["draws"] == 1 for kind in found.values()), found
-    assert found["dropout"]["switched_off"] == ["native_dropout"]
-    assert found["attention"]["switched_off"] == ["_scaled_dot_product_efficient_attention"]
+    observed = shop.check("means")
+    assert all(kind["off"] < 1e-6 and not kind["left_on"] and kind["draws"] == 1
+               for kind in observed.values()), observed
+    assert observed["dropout"]["switched_off"] == ["native_dropout"]
+    assert observed["attention"]["switched_off"] == ["_scaled_dot_product_efficient_attention"]
 
 
 def test_copies_for_a_checkpoint_hold_up_what_writes_to_them(shop: Workshop):
     """Forwards wait for what they may write to, updates for the rest; only the thread that writes makes the host wait.
     """
-    found = shop.check("staging")
-    assert all(found["same"]) and found["reads"] == [0, 0]
-    assert found["pointers"][0] == found["pointers"][1], "memory is kept"
-    assert found["pointers"][0][1:] == found["reserved"], "and can be pinned before"
-    assert found["told"] == ["save", "copied", "forward", "stream waits", "update", "host waits",
-                             "save", "copied", "stream waits", "forward", "update", "host waits"]
+    observed = shop.check("staging")
+    assert all(observed["same"]) and observed["reads"] == [0, 0]
+    assert observed["pointers"][0] == observed["pointers"][1], "memory is kept"
+    assert observed["pointers"][0][1:] == observed["reserved"], "and can be pinned before"
+    assert observed["told"] == ["save", "copied", "forward", "stream waits", "update", "host waits",
+                                "save", "copied", "stream waits", "forward", "update", "host waits"]
 
 
 @pytest.mark.parametrize(("job", "plan"), [
@@ -253,20 +254,20 @@ def test_a_checkpoint_holds_the_weights_of_its_step(shop: Workshop, tmp_path: Pa
     """Though the run goes on while they are copied; and no step of it waits for that."""
     for kind in ("cuda", "cpu"):
         (tmp_path / kind).mkdir()
-    found, expected = (shop.train(job, plan, on(kind, plan), run=tmp_path / kind / "run", save_every=1)
-                       for kind in ("cuda", "cpu"))
+    actual, expected = (shop.train(job, plan, on(kind, plan), run=tmp_path / kind / "run", save_every=1)
+                        for kind in ("cuda", "cpu"))
     saved = {path.name for path in (expected.run / "checkpoints").glob("step-*")}
-    assert saved == {path.name for path in (found.run / "checkpoints").glob("step-*")} and len(saved) > 1
+    assert saved == {path.name for path in (actual.run / "checkpoints").glob("step-*")} and len(saved) > 1
     for step in saved:
-        there, other = (open_checkpoint(trained.run / "checkpoints" / step) for trained in (found, expected))
+        there, other = (open_checkpoint(trained.run / "checkpoints" / step) for trained in (actual, expected))
         assert there.tensors.keys() == other.tensors.keys()
         for name in there.tensors:
             torch.testing.assert_close(there.read(name), other.read(name), rtol=1e-9, atol=1e-11)
-    assert len(found.measured) == Plan.parse(plan).world_size
-    for rank in found.measured:
+    assert len(actual.measured) == Plan.parse(plan).world_size
+    for rank in actual.measured:
         assert rank["updates_beside_copies"] == 0, "an update may write to what is being copied"
     without = shop.train(job, plan, on("cuda", plan))
-    assert _reads(found) == _reads(without)
+    assert _reads(actual) == _reads(without)
 
 
 def test_a_host_without_memory_saves_from_the_gpu_itself(shop: Workshop, tmp_path: Path):
@@ -285,13 +286,13 @@ def test_a_host_without_memory_saves_from_the_gpu_itself(shop: Workshop, tmp_pat
     "shard=2", "pipeline=2", "tensor=2", "data=2 compress=topk", "data=2 local=2 outer=diloco"))])
 def test_a_killed_rank_of_gpus_goes_on_from_copies(shop: Workshop, plan: str):
     """The host reads nothing of the device to make them, and no update writes to what is being copied."""
-    found = shop.train("blocks", plan, on("cuda", plan), killed={"rank": 1, "step": 2})
-    assert_alike(found, shop.train("blocks", plan, on("cpu", plan)))
-    launches = [line for line in map(json.loads, (found.run / "journal.jsonl").read_text().splitlines())
+    trained = shop.train("blocks", plan, on("cuda", plan), killed={"rank": 1, "step": 2})
+    assert_alike(trained, shop.train("blocks", plan, on("cpu", plan)))
+    launches = [line for line in map(json.loads, (trained.run / "journal.jsonl").read_text().splitlines())
                 if "after" in line]
     assert [line["after"] for line in launches][:1] == [0] and len(launches) == 2 and launches[1]["after"] > 0
-    assert len(found.measured) == Plan.parse(plan).world_size
-    for rank in found.measured:
+    assert len(trained.measured) == Plan.parse(plan).world_size
+    for rank in trained.measured:
         assert rank["copies"] and rank["updates_beside_copies"] == 0
         for counts in rank["copies"]:
             assert counts["reads"] == counts["blocking_uploads"] == counts["pageable_uploads"] == 0, counts
@@ -303,9 +304,9 @@ def _reads(trained: Trained) -> list[list[int]]:
 
 def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
     shop.train("blocks", "shard=2", "cuda:0-1", run=tmp_path / "run", steps=2)
-    found = shop.train("blocks", "data=2", "cuda:2-3", run=tmp_path / "run", resume=True)
+    trained = shop.train("blocks", "data=2", "cuda:2-3", run=tmp_path / "run", resume=True)
     expected = shop.train("blocks", "single", "cpu:0")
-    assert found.losses[-2:] == pytest.approx(expected.losses[-2:], rel=1e-10)
+    assert trained.losses[-2:] == pytest.approx(expected.losses[-2:], rel=1e-10)
 
 
 @pytest.mark.parametrize(("job", "plan"), [
@@ -315,18 +316,18 @@ def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
         "pipeline=2 schedule=interleaved data=2", "place=auto parts=2 data=2"))])
 def test_a_gpu_never_has_more_than_its_part_and_a_block(shop: Workshop, job: str, plan: str):
     """Also while the model is built: it may be larger than any GPU, and is the same model then."""
-    found, axes = shop.train(job, plan, "cuda:0-3"), Plan.parse(plan).axes
-    whole = sum(weight.nbytes for weight in found.weights.values())
-    block = sum(weight.nbytes for name, weight in found.weights.items() if name.startswith("blocks.0."))
+    trained, axes = shop.train(job, plan, "cuda:0-3"), Plan.parse(plan).axes
+    whole = sum(weight.nbytes for weight in trained.weights.values())
+    block = sum(weight.nbytes for name, weight in trained.weights.items() if name.startswith("blocks.0."))
     part = whole / (4 / axes.data)
-    held = 2 * part if axes.data > 1 else part  # with the buckets that replicas sum gradients in
+    expected_bytes = 2 * part if axes.data > 1 else part  # with the buckets that replicas sum gradients in
     more = part if axes.tensor > 1 else 0  # split layers are tried one by one, with their gradients
-    assert len(found.measured) == 4
-    for rank in found.measured:
-        assert rank["built_bytes"] < 1.2 * held
+    assert len(trained.measured) == 4
+    for rank in trained.measured:
+        assert rank["built_bytes"] < 1.2 * expected_bytes
         assert rank["built_peak_bytes"] < rank["built_bytes"] + 1.01 * block + more
     if job == "huge":  # Adam's first steps make much of rounding
-        assert_alike(found, shop.train(job, "single", "cpu:0"), rtol=1e-4)
+        assert_alike(trained, shop.train(job, "single", "cpu:0"), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("job", "memory_bytes", "plan"), [("thick", 13 << 17, "pipeline=4"), *(
@@ -335,16 +336,16 @@ def test_a_gpu_never_has_more_than_its_part_and_a_block(shop: Workshop, job: str
 def test_a_model_that_no_gpu_has_room_for(workshops: Workshops, tmp_path: Path, job: str, memory_bytes: int, plan: str):
     """72 MiB on GPUs of 56, and 2 MiB on GPUs of 1.6."""
     with workshops.open(tmp_path, devices=4, memory_bytes=memory_bytes) as small:
-        found = small.train(job, plan, "cuda:0-3", priced=job == "huge", large=True)
-        assert sum(weight.nbytes for weight in found.weights.values()) > memory_bytes
-        assert_alike(found, small.train(job, "single", "cpu:0"), rtol=1e-4)
+        trained = small.train(job, plan, "cuda:0-3", priced=job == "huge", large=True)
+        assert sum(weight.nbytes for weight in trained.weights.values()) > memory_bytes
+        assert_alike(trained, small.train(job, "single", "cpu:0"), rtol=1e-4)
 
 
 @pytest.mark.slow
 def test_a_model_whose_code_runs_on_gpus_alone(shop: Workshop):
     """It is split there, and needs room there."""
-    found = shop.train("huge on GPUs alone", "pipeline=2", "cuda:0-1")
-    assert_alike(found, shop.train("huge", "single", "cpu:0"), rtol=1e-4)
+    trained = shop.train("huge on GPUs alone", "pipeline=2", "cuda:0-1")
+    assert_alike(trained, shop.train("huge", "single", "cpu:0"), rtol=1e-4)
 
 
 def test_a_gpu_that_is_too_small_is_named(workshops: Workshops, tmp_path: Path):
@@ -366,30 +367,31 @@ def test_a_gpu_that_others_hold_is_too_small(workshops: Workshops, tmp_path: Pat
 
 
 def test_the_device_is_cuda_to_torch(shop: Workshop):
-    found = shop.check("device")
-    assert found["count"] == 4 and found["accelerator"] == "cuda" and found["is_current"] and found["elapsed"]
-    assert found["allocated"] == [512, 512] and found["free"] == [(80 << 30) - 512, 80 << 30]
-    assert found["pinned"] == [True, False] and found["draws"] == [True, False]
-    assert found["mixed"].endswith("found at least two devices, cuda:1 and cpu!") and "cuda:0" in found["two"]
-    assert "invalid device ordinal" in found["index"]
-    assert "Expected a 'cuda' device type for generator but found 'cpu'" in found["generator"]
-    assert found["memory"].startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 4096.00 GiB")
-    assert found["autocast"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
+    observed = shop.check("device")
+    assert (observed["count"] == 4 and observed["accelerator"] == "cuda" and observed["is_current"]
+            and observed["elapsed"])
+    assert observed["allocated"] == [512, 512] and observed["free"] == [(80 << 30) - 512, 80 << 30]
+    assert observed["pinned"] == [True, False] and observed["draws"] == [True, False]
+    assert observed["mixed"].endswith("found at least two devices, cuda:1 and cpu!") and "cuda:0" in observed["two"]
+    assert "invalid device ordinal" in observed["index"]
+    assert "Expected a 'cuda' device type for generator but found 'cpu'" in observed["generator"]
+    assert observed["memory"].startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 4096.00 GiB")
+    assert observed["autocast"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
 
 
 def test_memory_is_shared_until_it_is_written_to(shop: Workshop):
     """So that it is known, without a look at the device, what a forward has written to."""
-    found = shop.check("shared")
-    assert found.pop("nothing") == [0, False, 0, True]
-    assert len(found) == 7 and all(write == [0, True, 0, True] for write in found.values()), found
+    observed = shop.check("shared")
+    assert observed.pop("nothing") == [0, False, 0, True]
+    assert len(observed) == 7 and all(write == [0, True, 0, True] for write in observed.values()), observed
 
 
 def test_reads_and_uploads_are_counted(shop: Workshop):
-    found = shop.check("counts")
-    assert all(found[name] == {"reads": 1} for name in ("item", "list", "if", "mask")), found
-    assert found["arithmetic"] == {} and found["wait"] == {"waits": 1}
-    assert found["upload"] == found["numbers"] == {"uploads": 1, "blocking_uploads": 1, "pageable_uploads": 1}
-    assert found["upload later"] == {"uploads": 1}
+    observed = shop.check("counts")
+    assert all(observed[name] == {"reads": 1} for name in ("item", "list", "if", "mask")), observed
+    assert observed["arithmetic"] == {} and observed["wait"] == {"waits": 1}
+    assert observed["upload"] == observed["numbers"] == {"uploads": 1, "blocking_uploads": 1, "pageable_uploads": 1}
+    assert observed["upload later"] == {"uploads": 1}
 
 
 def test_a_task_of_a_pool_has_the_whole_device(shop: Workshop):
@@ -401,37 +403,37 @@ def test_a_task_of_a_pool_has_the_whole_device(shop: Workshop):
 
 def test_a_model_with_kernels_of_its_own_is_profiled_on_its_gpu(shop: Workshop):
     """In another process, and never for real on the CPU."""
-    found = shop.check("profiled")
-    assert found["here"] == [] and not found["used"]
-    assert found["elsewhere"] == [*[["FakeTensor", "cpu"]] * 2, *[["Tensor", "cuda:1"]] * 2]
-    assert found["flops"][0] == found["flops"][1] > 0 and found["parameters"] == 4 * 72
-    assert found["notes"] == ["could not be run on fake tensors (RuntimeError: no such kernel)"]
+    observed = shop.check("profiled")
+    assert observed["here"] == [] and not observed["used"]
+    assert observed["elsewhere"] == [*[["FakeTensor", "cpu"]] * 2, *[["Tensor", "cuda:1"]] * 2]
+    assert observed["flops"][0] == observed["flops"][1] > 0 and observed["parameters"] == 4 * 72
+    assert observed["notes"] == ["could not be run on fake tensors (RuntimeError: no such kernel)"]
 
 
 def test_plans_for_gpus_are_compared_beside_this_process(shop: Workshop):
     """Links are measured and named; the process that asks is left so that its forks can use GPUs."""
-    found = shop.check("planned")
-    assert {"single", "data=2", "shard=2"} <= {row["plan"] for row in found["plans"]} and found["chosen"]
-    assert any("links between GPUs" in note and "measured between 2 GPUs" in note for note in found["notes"])
-    assert (found["used"], found["fork"]) == (False, 2.0)
+    observed = shop.check("planned")
+    assert {"single", "data=2", "shard=2"} <= {row["plan"] for row in observed["plans"]} and observed["chosen"]
+    assert any("links between GPUs" in note and "measured between 2 GPUs" in note for note in observed["notes"])
+    assert (observed["used"], observed["fork"]) == (False, 2.0)
 
 
 def test_doctor_looks_at_gpus(shop: Workshop):
     """In forks, with deadlines: this process does not use them, and what hangs is named."""
-    found = shop.check("examined")
-    assert found["GPUs"] == ["ok", "4 x Pretended, 80.0 GiB"] and not found["used"]
-    assert found["GPU links"][1].startswith("6 pairs by wires unknown, peer access, ")
-    assert found["GPU memory"][1].startswith("cuda:0 80.0 of 80.0 GiB free; cuda:1")
-    assert found["NCCL"][0] == "ok" and "two GPUs all-reduced within" in found["NCCL"][1]
-    assert found["NCCL that hangs"][0] == "bad" and "did not end it in 2 s" in found["NCCL that hangs"][1]
-    assert "NCCL_P2P_DISABLE=1" in found["NCCL that hangs"][2]
-    assert found["a look that hangs"] == "the process that was asked gave no answer within 0.5 s"
+    observed = shop.check("examined")
+    assert observed["GPUs"] == ["ok", "4 x Pretended, 80.0 GiB"] and not observed["used"]
+    assert observed["GPU links"][1].startswith("6 pairs by wires unknown, peer access, ")
+    assert observed["GPU memory"][1].startswith("cuda:0 80.0 of 80.0 GiB free; cuda:1")
+    assert observed["NCCL"][0] == "ok" and "two GPUs all-reduced within" in observed["NCCL"][1]
+    assert observed["NCCL that hangs"][0] == "bad" and "did not end it in 2 s" in observed["NCCL that hangs"][1]
+    assert "NCCL_P2P_DISABLE=1" in observed["NCCL that hangs"][2]
+    assert observed["a look that hangs"] == "the process that was asked gave no answer within 0.5 s"
 
 
 def test_what_a_used_process_leaves_its_forks(shop: Workshop):
     """Neither CUDA nor autograd, though the backward was of the CPU alone."""
-    found = shop.check("poisoned")
-    assert "CUDA" in found["use"] and "fork-based multiprocessing" in found["backward"]
+    observed = shop.check("poisoned")
+    assert "CUDA" in observed["use"] and "fork-based multiprocessing" in observed["backward"]
 
 
 def test_pieces_that_make_tensors_are_priced_alike(shop: Workshop):

@@ -37,11 +37,11 @@ def operators() -> Iterator[tuple[str, Any]]:
             yield name, overload
 
 
-def unknown(found: Iterator[tuple[str, Any]]) -> set[str]:
+def unknown(named_operators: Iterator[tuple[str, Any]]) -> set[str]:
     """Random operators of which nobody has decided what becomes of them."""
     known = NAMED | COMPILED | COMPOSED | UNTAGGED | set(randomness._MEANS) | set(randomness._HARMLESS)
     names = set()
-    for name, operator in found:
+    for name, operator in named_operators:
         arguments = {argument.name for argument in operator._schema.arguments}
         is_random = torch.Tag.nondeterministic_seeded in operator.tags or "generator" in arguments
         if is_random and name not in known and randomness._drop_argument(operator) is None:

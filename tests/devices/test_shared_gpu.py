@@ -33,10 +33,10 @@ def sharing(plan: str) -> str:
 def test_ranks_that_share_a_gpu_are_one_cpu(shop: Workshop, placement: str, job: str, plan: str):
     """Under every kind of plan that is exact."""
     plan = plan.replace("FILE", placement)
-    found = shop.train(job, plan, sharing(plan))
-    assert_alike(found, shop.train(job, "single", "cpu:0"))
-    assert all(rank["devices"] in (["cuda:0"], []) for rank in found.measured)
-    assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
+    trained = shop.train(job, plan, sharing(plan))
+    assert_alike(trained, shop.train(job, "single", "cpu:0"))
+    assert all(rank["devices"] in (["cuda:0"], []) for rank in trained.measured)
+    assert trained.first_use is None, f"the process that forks ranks began to use CUDA: {trained.first_use}"
 
 
 @pytest.mark.sweep(2)
@@ -47,12 +47,12 @@ def test_relaxed_plans_of_ranks_that_share_a_gpu(shop: Workshop, plan: str):
 
 def test_a_run_says_once_that_its_speed_says_nothing(shop: Workshop):
     before = len(shop.printed())
-    found = shop.train("few blocks", "data=2", "2xcuda:0", priced=True)
+    trained = shop.train("few blocks", "data=2", "2xcuda:0", priced=True)
     printed = shop.printed()[before:]
     assert printed.count("ranks share a GPU") == 1 and "plan data=2 on 2xcuda:0" in printed
-    assert json.loads((found.run / "plan.json").read_text())["devices"] == found.summary["devices"] == "2xcuda:0"
-    assert found.summary["predicted"]["step_s"] is None and found.summary["predicted"]["peak_memory_bytes"] > 0
-    assert_alike(found, shop.train("few blocks", "single", "cpu:0"))
+    assert json.loads((trained.run / "plan.json").read_text())["devices"] == trained.summary["devices"] == "2xcuda:0"
+    assert trained.summary["predicted"]["step_s"] is None and trained.summary["predicted"]["peak_memory_bytes"] > 0
+    assert_alike(trained, shop.train("few blocks", "single", "cpu:0"))
 
 
 def test_the_fastest_plan_of_a_shared_gpu_is_not_asked_for(shop: Workshop):
@@ -71,10 +71,10 @@ def test_ranks_divide_the_memory_of_the_gpu(workshops: Workshops, tmp_path: Path
 @pytest.mark.parametrize("devices", ["2xcuda:0", "cpu:0,2xcuda:0"])
 def test_servers_leave_the_gpu_alone(shop: Workshop, devices: str):
     """They are processes of the CPU, named or not, and never touch CUDA."""
-    found = shop.train("blocks", "server=1 workers=2", devices)
-    assert found.on_cpu == {0: None}
-    assert [rank["rank"] for rank in found.measured] == [1, 2]
-    assert found.summary["devices"] == "cpu:0 (servers) and 2xcuda:0 (workers)"
+    trained = shop.train("blocks", "server=1 workers=2", devices)
+    assert trained.on_cpu == {0: None}
+    assert [rank["rank"] for rank in trained.measured] == [1, 2]
+    assert trained.summary["devices"] == "cpu:0 (servers) and 2xcuda:0 (workers)"
 
 
 def test_gloo_is_given_nothing_of_a_gpu(shop: Workshop):

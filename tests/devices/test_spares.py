@@ -19,13 +19,13 @@ def num_gpus() -> int:
 def test_a_spare_takes_the_place_of_a_gpu_that_fails(shop: Workshop, devices: str | None):
     """The run goes on by itself from the copies in memory, and ends as one device does."""
     before = len(shop.printed())
-    found = shop.train("fails on one GPU", "data=2", devices, spares=1)  # type: ignore[arg-type]
-    assert_alike(found, shop.train("fails on one GPU", "single", "cpu:0"))
+    trained = shop.train("fails on one GPU", "data=2", devices, spares=1)  # type: ignore[arg-type]
+    assert_alike(trained, shop.train("fails on one GPU", "single", "cpu:0"))
     printed = shop.printed()[before:]
     assert "rank 1: its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error encountered; " \
         "cuda:2 takes the place of cuda:1 (0 spares left); all ranks start again" in printed
-    assert [rank["devices"] for rank in found.measured] == [["cuda:0"], ["cuda:2"]]
-    assert found.first_use is None, f"the process that forks ranks began to use CUDA: {found.first_use}"
+    assert [rank["devices"] for rank in trained.measured] == [["cuda:0"], ["cuda:2"]]
+    assert trained.first_use is None, f"the process that forks ranks began to use CUDA: {trained.first_use}"
 
 
 def test_without_a_spare_the_run_ends_with_what_to_do(shop: Workshop):

@@ -46,8 +46,8 @@ def test_sound_plans_of_a_step_of_ones_own_pass(shop: Workshop, job: str, plans:
 
 @pytest.mark.slow
 def test_default_plans_are_those_that_the_devices_are_enough_for(shop: Workshop):
-    found = verdicts(shop.verify("blocks", devices="cuda:0-3", **QUICK))
-    assert len(found) == 18 and set(found.values()) == {"passed"}  # all but the one of eight ranks
+    plan_verdicts = verdicts(shop.verify("blocks", devices="cuda:0-3", **QUICK))
+    assert len(plan_verdicts) == 18 and set(plan_verdicts.values()) == {"passed"}  # all but the one of eight ranks
 
 
 def test_a_mistake_of_one_gpu_is_found(shop: Workshop):

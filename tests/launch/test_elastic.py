@@ -72,10 +72,10 @@ def difference(run: Path, other: Path) -> float:
     return max(float((one[name] - two[name]).abs().max()) for name in one)
 
 
-def wait_until(condition: Callable[[], bool], said: Callable[[], Any], *, timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], describe: Callable[[], Any], *, timeout_s: float = 60.0) -> None:
     until_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < until_s, said()
+        assert time.monotonic() < until_s, describe()
         time.sleep(0.05)
 
 
@@ -86,13 +86,14 @@ def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
              "--patience", "20", "--set", f"mark={tmp_path / 'killed'}", "--set", "pause_s=0.05"]
     hosts = [Command(words, environ(index, 2, "127.0.0.1", port), tmp_path / f"host-{index}") for index in range(2)]
     codes = [host.wait() for host in hosts]
-    said = [host.stderr.read_text() for host in hosts]
-    assert codes == [0, 0], said
-    assert all("rank 1 on" in text and "killed by SIGKILL; all ranks start again" in text for text in said), said
+    stderr_texts = [host.stderr.read_text() for host in hosts]
+    assert codes == [0, 0], stderr_texts
+    assert all("rank 1 on" in text and "killed by SIGKILL; all ranks start again" in text
+               for text in stderr_texts), stderr_texts
     assert pl.audit(tmp_path / "run").passed
     pl.train(JobFile.parse(str(job_file), {}), plan, run=tmp_path / "whole", check=False, table=False)
     assert difference(tmp_path / "run", tmp_path / "whole") == 0.0
-    return said
+    return stderr_texts
 
 
 @pytest.mark.timeout(120)
@@ -100,9 +101,9 @@ def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
 def test_a_rank_that_is_killed_on_one_of_two_hosts(tmp_path: Path, job_file: Path, plan: str):
     """All ranks start again from their copies in memory; the weights are those of an undisturbed run bit by bit, and
     each host says who died."""
-    said = train_on_two_hosts(tmp_path, job_file, plan)
+    stderr_texts = train_on_two_hosts(tmp_path, job_file, plan)
     (first, _), (again, same_plan) = starts(tmp_path / "run")
-    assert first == 0 < again < 8 and same_plan == plan and f"resumed from copy-{again}" in "".join(said)
+    assert first == 0 < again < 8 and same_plan == plan and f"resumed from copy-{again}" in "".join(stderr_texts)
 
 
 @pytest.mark.slow
@@ -115,9 +116,9 @@ def test_the_state_itself_on_two_hosts(tmp_path: Path, job_file: Path, plan: str
                                (live, "MOVE_BYTES_PER_S", math.inf), (loop, "NOTE_SHARE", math.inf),
                                (Copier, "affordable_every", lambda self, step_s, **share: 1000)):
         monkeypatch.setattr(place, name, value)
-    said = train_on_two_hosts(tmp_path, job_file, plan)
+    stderr_texts = train_on_two_hosts(tmp_path, job_file, plan)
     killed_at = 4 if plan.startswith("pipeline") else 8  # of two micro-batches a step
-    assert [after for after, _ in starts(tmp_path / "run")] == [0, killed_at - 1], said
+    assert [after for after, _ in starts(tmp_path / "run")] == [0, killed_at - 1], stderr_texts
 
 
 @pytest.mark.slow
@@ -133,7 +134,7 @@ def test_the_first_host_comes_back(tmp_path: Path, job_file: Path):
         with (tmp_path / f"host-{index}").open("a") as stderr:
             return subprocess.Popen(command, env=environ(index, 2, "127.0.0.1", port), stderr=stderr)
 
-    def said() -> list[str]:
+    def stderr_texts() -> list[str]:
         return [(tmp_path / f"host-{index}").read_text()[-2000:] for index in range(2)]
 
     def recorded() -> int:
@@ -142,16 +143,16 @@ def test_the_first_host_comes_back(tmp_path: Path, job_file: Path):
 
     hosts = [start(index) for index in range(2)]
     try:
-        wait_until(lambda: recorded() >= 40, said)
+        wait_until(lambda: recorded() >= 40, stderr_texts)
         hosts[0].kill()
         hosts[0].wait()
         hosts[0] = start(0)
-        wait_until(lambda: all(host.poll() is not None for host in hosts), said, timeout_s=120)
+        wait_until(lambda: all(host.poll() is not None for host in hosts), stderr_texts, timeout_s=120)
     finally:
         for host in hosts:
             host.kill()
             host.wait()
-    assert [host.returncode for host in hosts] == [0, 0], said()
+    assert [host.returncode for host in hosts] == [0, 0], stderr_texts()
     assert 0 < starts(run)[1][0] <= 45 and pl.audit(run).passed
     pl.train(JobFile.parse(str(job_file), {}), "shard=2", run=tmp_path / "whole", check=False, table=False, steps=80)
     assert difference(run, tmp_path / "whole") == 0.0
@@ -185,7 +186,7 @@ def test_a_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_pa
             return subprocess.Popen(["ip", "netns", "exec", three_hosts[index].name, *command], stderr=stderr,
                                     env=environ(index, 3, three_hosts[0].address, 29500))
 
-    def said() -> list[str]:
+    def stderr_texts() -> list[str]:
         return [(tmp_path / f"host-{index}").read_text()[-2000:] for index in range(3)]
 
     def recorded() -> int:
@@ -194,28 +195,28 @@ def test_a_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_pa
 
     hosts = [start(index) for index in range(3)]
     try:
-        wait_until(lambda: recorded() >= 12, said)
+        wait_until(lambda: recorded() >= 12, stderr_texts)
         three_hosts[2].cut()
-        wait_until(lambda: len(starts(run)) == 2, said)
-        assert starts(run)[1][0] > 0 and "resumed from copy-" in "".join(said())
-        assert "rank 2 on " in said()[0] and "(10.78.0.3): it can't be reached" in said()[0]
-        wait_until(lambda: recorded() >= 25, said)
+        wait_until(lambda: len(starts(run)) == 2, stderr_texts)
+        assert starts(run)[1][0] > 0 and "resumed from copy-" in "".join(stderr_texts())
+        assert "rank 2 on " in stderr_texts()[0] and "(10.78.0.3): it can't be reached" in stderr_texts()[0]
+        wait_until(lambda: recorded() >= 25, stderr_texts)
         three_hosts[2].heal()
-        wait_until(lambda: starts(run)[-1][1] == plan, said)
-        wait_until(lambda: recorded() >= starts(run)[-1][0] + 10, said)
+        wait_until(lambda: starts(run)[-1][1] == plan, stderr_texts)
+        wait_until(lambda: recorded() >= starts(run)[-1][0] + 10, stderr_texts)
         hosts[0].send_signal(signal.SIGTERM)
-        wait_until(lambda: hosts[0].poll() is not None, said)
+        wait_until(lambda: hosts[0].poll() is not None, stderr_texts)
     finally:
         for host in hosts:
             host.kill()
             host.wait()
-    assert hosts[0].returncode == 5, said()
+    assert hosts[0].returncode == 5, stderr_texts()
     assert {text for _, text in starts(run)[1:-1]} == {plan.replace("3", "2")}
     subprocess.run([*PACELINE, str(job_file), "--run", str(run), "--plan", plan, "--steps", "400", "--resume"],
                    check=True, timeout=100, capture_output=True)
-    found = pl.audit(run)
-    assert found.passed, found.describe()
-    assert found.updates == 400
+    audit = pl.audit(run)
+    assert audit.passed, audit.describe()
+    assert audit.updates == 400
     subprocess.run([*PACELINE, str(job_file), "--run", str(tmp_path / "whole"), "--plan", plan, "--steps", "400",
                     "--check", "no"], check=True, timeout=100, capture_output=True)
     assert difference(run, tmp_path / "whole") < 1e-9
@@ -253,7 +254,7 @@ class Hosts:
             self.processes[index] = subprocess.Popen([*enter, *self.command], stderr=stderr,
                                                      env=environ(index, self.count, address, self.port))
 
-    def said(self) -> list[str]:
+    def stderr_texts(self) -> list[str]:
         return [(self.tmp_path / f"host-{index}").read_text()[-3000:] for index in range(self.count)]
 
     def recorded(self) -> int:
@@ -261,7 +262,7 @@ class Hosts:
         return metrics.read_text().count("step_s") if metrics.exists() else 0
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        wait_until(condition, self.said, timeout_s=90)
+        wait_until(condition, self.stderr_texts, timeout_s=90)
 
     def ended(self) -> dict[int, int]:
         self.wait(lambda: all(process.poll() is not None for process in self.processes.values()))
@@ -296,10 +297,10 @@ def test_the_first_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost]
         count = hosts.recorded()
         hosts.wait(lambda: hosts.recorded() >= count + 20)
         three_hosts[0].heal()
-        assert hosts.ended() == {0: 0, 1: 0, 2: 0}, hosts.said()
-    assert hosts.members == [[0, 1, 2], [1, 2], [0, 1, 2]], hosts.said()
-    assert "host 1: this host keeps the meeting place now, 10.78.0.2" in hosts.said()[1]
-    assert "host 0: host 1 keeps the meeting place now, 10.78.0.2" in hosts.said()[0]
+        assert hosts.ended() == {0: 0, 1: 0, 2: 0}, hosts.stderr_texts()
+    assert hosts.members == [[0, 1, 2], [1, 2], [0, 1, 2]], hosts.stderr_texts()
+    assert "host 1: this host keeps the meeting place now, 10.78.0.2" in hosts.stderr_texts()[1]
+    assert "host 0: host 1 keeps the meeting place now, 10.78.0.2" in hosts.stderr_texts()[0]
     hosts.check(tmp_path, job_file, plan, steps=160, within=1e-9)
 
 
@@ -319,8 +320,8 @@ def test_the_process_of_the_first_host_is_lost(tmp_path: Path, job_file: Path, n
             hosts.start(0)
         else:
             hosts.processes[0].send_signal(signal.SIGCONT)
-        assert hosts.ended() == {0: 0, 1: 0, 2: 0}, hosts.said()
-    assert hosts.members == [[0, 1, 2], [1, 2], [0, 1, 2]], hosts.said()
+        assert hosts.ended() == {0: 0, 1: 0, 2: 0}, hosts.stderr_texts()
+    assert hosts.members == [[0, 1, 2], [1, 2], [0, 1, 2]], hosts.stderr_texts()
     hosts.check(tmp_path, job_file, "data=3", steps=160, within=1e-9)
 
 
@@ -338,9 +339,10 @@ def test_one_of_two_hosts_without_the_first(tmp_path: Path, job_file: Path, numb
         hosts.processes[0].send_signal(number)
         ended = hosts.ended()
     if number == signal.SIGTERM:
-        assert ended == {0: 5, 1: 0} and hosts.members[-1] == [1], hosts.said()
+        assert ended == {0: 5, 1: 0} and hosts.members[-1] == [1], hosts.stderr_texts()
         hosts.check(tmp_path, job_file, "data=2", steps=60, within=1e-9)
     else:
-        assert ended == {0: -9, 1: 4} and hosts.members == [[0, 1]], hosts.said()
-        assert "without it host 1 may not go on: no majority of the 2 hosts of the last start" in hosts.said()[1]
-        assert "--resume on those that are left" in hosts.said()[1]
+        assert ended == {0: -9, 1: 4} and hosts.members == [[0, 1]], hosts.stderr_texts()
+        assert ("without it host 1 may not go on: no majority of the 2 hosts of the last start"
+                in hosts.stderr_texts()[1])
+        assert "--resume on those that are left" in hosts.stderr_texts()[1]

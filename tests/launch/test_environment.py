@@ -40,15 +40,15 @@ def test_torchrun():
 def test_one_rank_a_host_is_assumed():
     """A launcher that sets no local numbers starts one rank a host."""
     given = {name: value for name, value in TORCHRUN.items() if not name.startswith("LOCAL")}
-    found = current(given)
-    assert found is not None
-    assert (found.local_rank, found.local_world_size) == (0, 1)
+    detected = current(given)
+    assert detected is not None
+    assert (detected.local_rank, detected.local_world_size) == (0, 1)
 
 
 def test_slurm():
     """Slurm's are read from its lists: the seventh of seven tasks, alone on the fourth host."""
-    found = current(SLURM)
-    assert found == Environment("Slurm", 6, 7, 0, 1, "gpu03", 20000 + 123 * 7 % 20000)
+    detected = current(SLURM)
+    assert detected == Environment("Slurm", 6, 7, 0, 1, "gpu03", 20000 + 123 * 7 % 20000)
     assert current({**SLURM, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}).local_world_size == 2
 
 
@@ -60,8 +60,8 @@ def test_slurm_steps_of_one_job_meet_at_different_ports():
 
 def test_the_user_may_name_the_meeting_place():
     """MASTER_ADDR and MASTER_PORT win over what is derived."""
-    found = current({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "4000"})
-    assert (found.master_address, found.master_port) == ("head", 4000)
+    detected = current({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "4000"})
+    assert (detected.master_address, detected.master_port) == ("head", 4000)
 
 
 @pytest.mark.parametrize(("nodes", "first"), [
@@ -142,8 +142,8 @@ def test_a_plan_that_agrees_with_the_launcher():
 def test_the_interface_towards_an_address():
     """The loopback address is reached by the loopback interface; an address that can't be read by none."""
     name = interface_towards("127.0.0.1")
-    assert any(found.address == "127.0.0.1" and found.family == socket.AF_INET
-               for found in psutil.net_if_addrs()[str(name)])
+    assert any(interface_address.address == "127.0.0.1" and interface_address.family == socket.AF_INET
+               for interface_address in psutil.net_if_addrs()[str(name)])
     assert interface_towards("no host") is None
 
 

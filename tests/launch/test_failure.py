@@ -35,23 +35,24 @@ def report(error: BaseException | Any, rank: int = 1) -> Failure:
 
 def test_an_exception_of_the_user():
     """The report says rank, host, step, phase, the user's file and line, and shows the user's frames alone."""
-    found = report(lambda: torch.nn.Linear(3, 2)(torch.zeros(5)))
-    assert (found.rank, found.step, found.phase, found.exit_code, found.heard) == (1, 4, "forward", 1, False)
-    assert found.where.startswith(f"{__file__}:")
-    shown = found.describe(Path("logs/rank-1.log"))
+    rank_failure = report(lambda: torch.nn.Linear(3, 2)(torch.zeros(5)))
+    assert (rank_failure.rank, rank_failure.step, rank_failure.phase, rank_failure.exit_code, rank_failure.heard) == (
+        1, 4, "forward", 1, False)
+    assert rank_failure.where.startswith(f"{__file__}:")
+    shown = rank_failure.describe(Path("logs/rank-1.log"))
     assert "\n\nTraceback (most recent call last, your code only):\n" in shown
     assert "torch.nn.Linear(3, 2)" in shown
     assert "site-packages" not in shown
-    assert shown.startswith(f"rank 1 on {socket.gethostname()} failed in step 4 (forward), at {found.where}:\n"
+    assert shown.startswith(f"rank 1 on {socket.gethostname()} failed in step 4 (forward), at {rank_failure.where}:\n"
                             "RuntimeError: ")
     assert shown.endswith("\n\nfull log: logs/rank-1.log")
 
 
 def test_an_exception_of_ours_speaks_for_itself():
     """Paceline's own errors keep their exit code and are shown without a traceback."""
-    found = report(CheckpointError("the disk is full", hint="free some"))
-    assert (found.exit_code, found.trace) == (1, "")
-    assert found.describe().endswith(":\nthe disk is full\n\nhint: free some")
+    rank_failure = report(CheckpointError("the disk is full", hint="free some"))
+    assert (rank_failure.exit_code, rank_failure.trace) == (1, "")
+    assert rank_failure.describe().endswith(":\nthe disk is full\n\nhint: free some")
     assert report(Preempted("stop")).exit_code == Preempted.exit_code
 
 
@@ -77,8 +78,8 @@ def test_a_line_survives_the_way_from_a_loader_worker():
     """The place noted on an error is told where its frames did not travel."""
     error = TrainingError("sample 3", hint="look at it")
     error.where = "data.py:7"  # type: ignore[attr-defined]
-    found = report(pickle.loads(pickle.dumps(error)))
-    assert (found.where, found.message) == ("data.py:7", "sample 3\n\nhint: look at it")
+    rank_failure = report(pickle.loads(pickle.dumps(error)))
+    assert (rank_failure.where, rank_failure.message) == ("data.py:7", "sample 3\n\nhint: look at it")
 
 
 @pytest.mark.parametrize("error", [
@@ -91,9 +92,9 @@ def test_a_line_survives_the_way_from_a_loader_worker():
 ], ids=str)
 def test_out_of_memory(error: Exception):
     """Memory that ran out has an exit code and a hint of its own."""
-    found = report(error)
-    assert (found.exit_code, found.heard) == (OutOfMemory.exit_code, False)
-    assert "hint: accumulate=K or recompute=full" in found.message
+    rank_failure = report(error)
+    assert (rank_failure.exit_code, rank_failure.heard) == (OutOfMemory.exit_code, False)
+    assert "hint: accumulate=K or recompute=full" in rank_failure.message
 
 
 @pytest.mark.parametrize(("error", "is_late"), [
@@ -102,10 +103,10 @@ def test_out_of_memory(error: Exception):
     (AssertionError("device-side assert"), False), (RuntimeError("CUDA error: invalid device ordinal"), False)])
 def test_an_error_of_a_kernel_may_show_a_wrong_line(error: Exception, is_late: bool):
     """The host hears of it at a later call."""
-    found = report(error)
-    assert found.exit_code == 1 and str(error) in found.message
-    assert ("\n\nhint: a GPU's kernels run later" in found.message) == is_late
-    assert ("CUDA_LAUNCH_BLOCKING=1 makes each line wait" in found.message) == is_late
+    rank_failure = report(error)
+    assert rank_failure.exit_code == 1 and str(error) in rank_failure.message
+    assert ("\n\nhint: a GPU's kernels run later" in rank_failure.message) == is_late
+    assert ("CUDA_LAUNCH_BLOCKING=1 makes each line wait" in rank_failure.message) == is_late
 
 
 @pytest.mark.parametrize("text", [
@@ -115,25 +116,27 @@ def test_an_error_of_a_kernel_may_show_a_wrong_line(error: Exception, is_late: b
 ])
 def test_what_a_rank_hears_of_a_peer(text: str):
     """A broken collective is another rank's doing."""
-    found = report(RuntimeError(text))
-    assert (found.heard, found.exit_code) == (True, PeerLost.exit_code)
+    rank_failure = report(RuntimeError(text))
+    assert (rank_failure.heard, rank_failure.exit_code) == (True, PeerLost.exit_code)
 
 
 @pytest.mark.parametrize("text", [
     "DataLoader worker (pid 123) is killed by signal: Killed. ", "DataLoader worker (pid(s) 4355) exited unexpectedly"])
 def test_a_loader_worker_that_is_killed_is_a_lost_process(text: str):
     """Nothing raised an error, so the rank may start again as if it had been killed itself."""
-    found = report(RuntimeError(text))
-    assert (found.kind, found.heard, found.exit_code, found.trace) == ("PeerLost", False, PeerLost.exit_code, "")
-    assert found.message.startswith("a process that reads its data was killed") and "--loader-workers" in found.message
+    rank_failure = report(RuntimeError(text))
+    assert (rank_failure.kind, rank_failure.heard, rank_failure.exit_code, rank_failure.trace) == (
+        "PeerLost", False, PeerLost.exit_code, "")
+    assert (rank_failure.message.startswith("a process that reads its data was killed")
+            and "--loader-workers" in rank_failure.message)
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError("Connection refused"), TimeoutError("timed out after 9 s"),
                                    BrokenPipeError("Broken pipe")])
 def test_the_users_own_network_is_not_a_peer(error: Exception):
     """A data set that can't reach its server is a failure of this rank, though the words are alike."""
-    found = report(error)
-    assert (found.heard, found.exit_code) == (False, 1)
+    rank_failure = report(error)
+    assert (rank_failure.heard, rank_failure.exit_code) == (False, 1)
 
 
 def test_the_first_cause_wins():
@@ -149,15 +152,15 @@ def test_the_first_cause_wins():
 
 def test_a_report_travels_as_json():
     """Nothing is lost between a rank and its parent."""
-    found = report(lambda: 1 / 0)
-    assert Failure.from_json(found.to_json()) == found
+    rank_failure = report(lambda: 1 / 0)
+    assert Failure.from_json(rank_failure.to_json()) == rank_failure
 
 
 def test_a_rank_that_was_killed():
     """The signal is named; for SIGKILL the usual sender is, too."""
-    found = killed(2, -signal.SIGKILL, SIGN)
-    assert (found.exit_code, found.heard) == (PeerLost.exit_code, False)
-    shown = found.describe()
+    rank_failure = killed(2, -signal.SIGKILL, SIGN)
+    assert (rank_failure.exit_code, rank_failure.heard) == (PeerLost.exit_code, False)
+    shown = rank_failure.describe()
     assert "failed in step 4 (forward):\nit was killed by SIGKILL" in shown
     assert "the kernel may have run out of memory" in shown
     assert "SIGSEGV" in killed(2, -signal.SIGSEGV, SIGN).message
@@ -166,9 +169,9 @@ def test_a_rank_that_was_killed():
 
 def test_a_rank_that_we_stopped():
     """A request to stop that comes where no checkpoint can be saved is no failure of the rank."""
-    found = stopped(0, signal.SIGTERM, Heartbeat(0, "build", 0.0))
-    assert (found.kind, found.exit_code) == ("Preempted", Preempted.exit_code)
-    assert found.describe().startswith("stopped by SIGTERM in start (build), where no checkpoint can be saved")
+    rank_failure = stopped(0, signal.SIGTERM, Heartbeat(0, "build", 0.0))
+    assert (rank_failure.kind, rank_failure.exit_code) == ("Preempted", Preempted.exit_code)
+    assert rank_failure.describe().startswith("stopped by SIGTERM in start (build), where no checkpoint can be saved")
 
 
 def test_a_preempted_run_did_not_fail():
@@ -214,10 +217,10 @@ def test_a_hint_does_not_repeat_the_log(tmp_path: Path):
 
 def test_a_stop_is_called_by_the_signal_that_asked_for_it():
     """Ranks hear of each request as SIGTERM, and the report names what the command received."""
-    found = stopped(0, signal.SIGTERM, Heartbeat(3, "forward", 0.0))
+    rank_failure = stopped(0, signal.SIGTERM, Heartbeat(3, "forward", 0.0))
 
-    assert found.asked_by(signal.SIGINT).message == found.message.replace("SIGTERM", "SIGINT")
-    assert found.asked_by(signal.SIGTERM) == found
+    assert rank_failure.asked_by(signal.SIGINT).message == rank_failure.message.replace("SIGTERM", "SIGINT")
+    assert rank_failure.asked_by(signal.SIGTERM) == rank_failure
 
 
 @pytest.mark.parametrize(("error", "reason", "exit_code"), [
@@ -225,6 +228,6 @@ def test_a_stop_is_called_by_the_signal_that_asked_for_it():
     (MemoryError(), "out_of_memory", 3),
     (RuntimeError("Connection closed by peer"), "peer_lost", 4), (JobError("no"), "job_error", 2)])
 def test_a_failure_has_a_reason_for_programs(error: Exception, reason: str, exit_code: int):
-    found = failure_of(error, rank=3, sign=Heartbeat(7, "forward", 0.0)).to_dict()
-    assert (found["reason"], found["exit_code"], found["rank"], found["step"]) == (reason, exit_code, 3, 7)
-    assert "hint" not in found["message"]
+    document = failure_of(error, rank=3, sign=Heartbeat(7, "forward", 0.0)).to_dict()
+    assert (document["reason"], document["exit_code"], document["rank"], document["step"]) == (reason, exit_code, 3, 7)
+    assert "hint" not in document["message"]

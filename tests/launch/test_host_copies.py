@@ -47,11 +47,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def kept(host: HostCopies, step: int, rank: int, size: int = 1000) -> bool:
     """Whether a host has what another one's rank copied."""
-    slot, found = 2 + rank, bytearray(2 * size)
+    slot, buffer = 2 + rank, bytearray(2 * size)
     if step not in host.memory.steps(slot):
         return False
-    host.memory.read_into(slot, step, 0, memoryview(found))
-    return found == bytes([step, rank]) * size and host.memory.index(slot, step) == b'{"rank": %d}' % rank
+    host.memory.read_into(slot, step, 0, memoryview(buffer))
+    return buffer == bytes([step, rank]) * size and host.memory.index(slot, step) == b'{"rank": %d}' % rank
 
 
 def test_a_host_takes_over_copies_of_the_one_before_it(hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch):
@@ -168,9 +168,9 @@ def test_only_what_is_there_is_given(hosts: list[HostCopies], slot: int, step: i
     with closing(CopyReader(address_of(hosts[0]), timeout_s=5)) as reader:
         with pytest.raises(ConnectionError, match="no more"):
             reader.read_into(slot, step, offset, memoryview(bytearray(count)))
-        found = bytearray(4)
-        reader.read_into(0, 1, 0, memoryview(found))
-        assert found == bytes([1, 0, 1, 0]) and reader.extent(0, 1) == (2000, 2011)
+        buffer = bytearray(4)
+        reader.read_into(0, 1, 0, memoryview(buffer))
+        assert buffer == bytes([1, 0, 1, 0]) and reader.extent(0, 1) == (2000, 2011)
         with pytest.raises(ConnectionError, match="no copy"):
             reader.extent(0, 9)
 

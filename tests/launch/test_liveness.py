@@ -94,15 +94,15 @@ def test_rank_0_is_lost(hub: Hub, join: Any):
     wait_until(lambda: first.lost == [0])
 
 
-@given(said=st.binary(max_size=64), is_one_by_one=st.booleans())
-def test_strangers_are_no_ranks(said: bytes, is_one_by_one: bool):
+@given(data=st.binary(max_size=64), is_one_by_one=st.booleans())
+def test_strangers_are_no_ranks(data: bytes, is_one_by_one: bool):
     """Who doesn't know the secret is neither a member nor, when it goes, a loss."""
     with closing(_Closing(Hub(secret=SECRET))) as opened:
         hub = opened.hub
         member = Spoke(1, ("127.0.0.1", hub.port), secret=SECRET)
         with socket.create_connection(("127.0.0.1", hub.port), timeout=5) as stranger, suppress(OSError):
             assert len(stranger.recv(16)) == 16
-            for part in struct.unpack(f"{len(said)}c", said) if is_one_by_one else [said]:
+            for part in struct.unpack(f"{len(data)}c", data) if is_one_by_one else [data]:
                 stranger.sendall(part)
         wait_until(lambda: hub._members.keys() == {1})
         member.close(farewell=True)
@@ -228,8 +228,9 @@ def test_others_end_when_a_rank_is_killed(start_ranks: Any, culprit: int):
     ranks = start_ranks(3, body_of({culprit: die}), timeout_s=600.0)
     codes = [rank.exit_code(30) for rank in ranks]
     assert codes == [-signal.SIGKILL if number == culprit else PeerLost.exit_code for number in range(3)]
-    said = "".join(rank.stderr for rank in ranks)
-    assert f"rank {culprit} is gone: its process or its host ended while this rank was in step 3 (reduce)" in said
+    stderr_text = "".join(rank.stderr for rank in ranks)
+    assert (f"rank {culprit} is gone: its process or its host ended while this rank was in step 3 (reduce)"
+            in stderr_text)
 
 
 @pytest.mark.sweep(1)
@@ -342,7 +343,8 @@ def test_runs_of_users_in_slurm(tmp_path: Path, dies: int):
     ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={
         **os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "OMP_NUM_THREADS": "1"})
         for rank in range(3)]
-    said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    stderr_texts = [rank.communicate(timeout=200)[1] for rank in ranks]
     good = 0 if dies < 0 else PeerLost.exit_code
-    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL if rank == dies else good for rank in range(3)], said
-    assert dies < 0 or f"rank {dies} is gone" in "".join(said)
+    assert [rank.returncode for rank in ranks] == [
+        -signal.SIGKILL if rank == dies else good for rank in range(3)], stderr_texts
+    assert dies < 0 or f"rank {dies} is gone" in "".join(stderr_texts)

@@ -105,11 +105,11 @@ def test_ranks_of_a_parent_that_used_threads(run_ranks: Callable[..., Any]):
 
 def test_ranks_are_started_from_any_thread(run_ranks: Callable[..., Any]):
     """Signals are the main thread's business; the rest works from others too."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(run_ranks(meet, 2)))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(run_ranks(meet, 2)))
     thread.start()
     thread.join()
-    assert found == [[2.0, 2.0]]
+    assert results == [[2.0, 2.0]]
 
 
 def test_the_first_process_of_a_container(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
@@ -140,14 +140,14 @@ def test_the_rank_that_raised_is_reported(run_ranks: Callable[..., Any], tmp_pat
         meet(context)
 
     began_s = time.monotonic()
-    with pytest.raises(RankFailed) as found:
+    with pytest.raises(RankFailed) as raised:
         run_ranks(body, 3, run_dir=tmp_path)
     assert time.monotonic() - began_s < PATIENCE_S
-    failure = found.value.failure
+    failure = raised.value.failure
     assert (failure.rank, failure.step, failure.phase, failure.kind) == (2, 9, "backward", "KeyError")
     assert failure.where.startswith(f"{__file__}:")
-    assert str(found.value).count("KeyError") == 2  # in the line of code that raised it, and in the message
-    assert str(found.value).endswith(f"full log: {tmp_path}/logs/rank-2.log")
+    assert str(raised.value).count("KeyError") == 2  # in the line of code that raised it, and in the message
+    assert str(raised.value).endswith(f"full log: {tmp_path}/logs/rank-2.log")
     assert "KeyError: 'weights'" in (tmp_path / "logs" / "rank-2.log").read_text()
 
 
@@ -179,19 +179,19 @@ def test_a_rank_that_dies(run_ranks: Callable[..., Any], monkeypatch: pytest.Mon
         meet(context)
 
     began_s = time.monotonic()
-    with pytest.raises(RankFailed, match=r"rank 1 on .* failed in step 6") as found:
+    with pytest.raises(RankFailed, match=r"rank 1 on .* failed in step 6") as raised:
         run_ranks(body, 2)
-    assert words in str(found.value)
-    assert found.value.exit_code == PeerLost.exit_code
+    assert words in str(raised.value)
+    assert raised.value.exit_code == PeerLost.exit_code
     assert time.monotonic() - began_s < PATIENCE_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_rank_is_preempted_before_it_can_save(run_ranks: Callable[..., Any], number: signal.Signals):
     """A scheduler's signal to one rank is no failure, and nobody starts it again."""
-    with pytest.raises(RankFailed, match=rf"rank 0 was stopped by {number.name} in start") as found:
+    with pytest.raises(RankFailed, match=rf"rank 0 was stopped by {number.name} in start") as raised:
         run_ranks(lambda context: os.kill(os.getpid(), number), 1)
-    assert found.value.exit_code == Preempted.exit_code and found.value.failure.reason == "preempted"
+    assert raised.value.exit_code == Preempted.exit_code and raised.value.failure.reason == "preempted"
 
 
 @pytest.mark.timeout(100)
@@ -304,9 +304,9 @@ def test_a_spare_takes_the_place_of_a_device_that_fails(monkeypatch: pytest.Monk
     failing = {"cpu:1", "cpu:2"}
     options: dict[str, Any] = {"fault_policy": FaultPolicy(spares=devices[2:]), "restarts": 5}
     assert local.run_local(body, devices[:2], **options) == ["cpu:0", "cpu:3"]
-    said = capfd.readouterr().err
+    stderr_text = capfd.readouterr().err
     assert "rank 1: its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error encountered; " \
-        "cpu:2 takes the place of cpu:1 (1 spare left); all ranks start again (4 restarts left)" in said
+        "cpu:2 takes the place of cpu:1 (1 spare left); all ranks start again (4 restarts left)" in stderr_text
     failing = {"cpu:1", "cpu:2", "cpu:3"}
     with pytest.raises(RankFailed, match="its GPU failed") as raised:
         local.run_local(body, devices[:2], **options)

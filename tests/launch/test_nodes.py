@@ -74,7 +74,7 @@ def test_what_nodes_say_becomes_events_until_the_task_ends():
     wire.says(1, task=task, kind="end", value={"loss": 1})
     assert [event.kind for event in pool.wait(1)] == ["end"] and pool.free == [0, 1]
     pool.stop(task)
-    assert [said["kind"] for _, said in wire.told] == ["start", "answer", "stop"]
+    assert [message["kind"] for _, message in wire.told] == ["start", "answer", "stop"]
     wire.says(1, task=task, kind="report")
     assert pool.wait(1) == []
 
@@ -122,9 +122,9 @@ def test_lines_are_whole():
     """However the pipe cuts them."""
     read, write = os.pipe()
     lines = Lines(read)
-    for text, found in (("a\nb", ["a"]), ("c", []), ("\n\nd\n", ["bc", "", "d"])):
+    for text, expected in (("a\nb", ["a"]), ("c", []), ("\n\nd\n", ["bc", "", "d"])):
         os.write(write, text.encode())
-        assert lines.read() == found
+        assert lines.read() == expected
     os.close(write)
     assert lines.read() is None
     os.close(read)

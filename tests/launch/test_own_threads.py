@@ -30,9 +30,9 @@ def test_a_thread_that_fails_ends_the_run(run_ranks: Any, ranks: int):
         time.sleep(60)
 
     began_s = time.monotonic()
-    with pytest.raises(RankFailed, match="TypeError: no such message") as found:
+    with pytest.raises(RankFailed, match="TypeError: no such message") as raised:
         run_ranks(body, ranks, timeout_s=50.0)
-    assert (found.value.failure.rank, found.value.failure.step, found.value.exit_code) == (ranks - 1, 7, 1)
+    assert (raised.value.failure.rank, raised.value.failure.step, raised.value.exit_code) == (ranks - 1, 7, 1)
     assert time.monotonic() - began_s < 30
 
 

@@ -99,16 +99,16 @@ def test_tasks_run_at_the_same_time(make_pool: Callable[[int], Pool]):
     both = {pool.start({"does": "ask"}, [0, 2], fault_policy=ALL_NEEDED),
             pool.start({"does": "ask"}, [1], fault_policy=ALL_NEEDED)}
     assert pool.free == []
-    said: list[Any] = []
+    answers: list[Any] = []
 
     def heard(event: Message) -> None:
         if event.kind == "question":
             pool.answer(event, [event.value["name"], event.task])
         else:
-            said.append((event.task, event.value["rank"], event.value["got"]))
+            answers.append((event.task, event.value["rank"], event.value["got"]))
 
     until_end(pool, both, heard)
-    assert sorted(said) == [(0, 0, ["lr", 0]), (0, 1, ["lr", 0]), (1, 0, ["lr", 1])]
+    assert sorted(answers) == [(0, 0, ["lr", 0]), (0, 1, ["lr", 0]), (1, 0, ["lr", 1])]
 
 
 @pytest.mark.parametrize(("does", "kind"), [("fail", "ValueError"), ("die", "PeerLost")])

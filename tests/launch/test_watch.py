@@ -37,26 +37,26 @@ def test_a_rank_stuck_in_its_own_code():
     """The rank that doesn't wait is the culprit; its place and its stack are told, whoever writes the report."""
     heard = {0: at(waits=True), 1: at(waits=False, phase="input", where="data.py:9"), 2: at(waits=True)}
     for rank in heard:
-        found = hang_failure(heard, world_size=3, rank=rank, timeout_s=60)
-        assert (found.rank, found.step, found.phase, found.where) == (1, 5, "input", "data.py:9")
-        assert found.message.startswith("rank 1 did not reach the collective that the others wait for in 60 s; "
-                                        "rank 0, 2 waited for it\n\nhint: --patience SECONDS")
-        assert found.trace == "Stack of rank 1:\n  File x, line 1"
-        assert (found.exit_code, found.heard) == (PeerLost.exit_code, False)
+        failure = hang_failure(heard, world_size=3, rank=rank, timeout_s=60)
+        assert (failure.rank, failure.step, failure.phase, failure.where) == (1, 5, "input", "data.py:9")
+        assert failure.message.startswith("rank 1 did not reach the collective that the others wait for in 60 s; "
+                                          "rank 0, 2 waited for it\n\nhint: --patience SECONDS")
+        assert failure.trace == "Stack of rank 1:\n  File x, line 1"
+        assert (failure.exit_code, failure.heard) == (PeerLost.exit_code, False)
 
 
 def test_a_rank_that_says_nothing():
     """A rank that is stopped or holds the interpreter gives no answer, and that is the answer."""
-    found = hang_failure({0: at(waits=True)}, world_size=2, rank=0, timeout_s=2.5)
-    assert "rank 1 gave no sign of life for 2.5 s; rank 0 waited for it" in found.message
+    failure = hang_failure({0: at(waits=True)}, world_size=2, rank=0, timeout_s=2.5)
+    assert "rank 1 gave no sign of life for 2.5 s; rank 0 waited for it" in failure.message
 
 
 def test_collectives_that_do_not_match():
     """Where all wait, each rank's step and phase are told."""
-    found = hang_failure({0: at(waits=True), 1: at(waits=True, step=6, phase="evaluate")}, world_size=2, rank=1,
-                         timeout_s=60)
-    assert "all ranks wait in collectives that don't match for 60 s" in found.message
-    assert "rank 0: step 5 (reduce), rank 1: step 6 (evaluate)" in found.message
+    failure = hang_failure({0: at(waits=True), 1: at(waits=True, step=6, phase="evaluate")}, world_size=2, rank=1,
+                           timeout_s=60)
+    assert "all ranks wait in collectives that don't match for 60 s" in failure.message
+    assert "rank 0: step 5 (reduce), rank 1: step 6 (evaluate)" in failure.message
 
 
 def test_a_peer_that_sent_what_it_may_not(monkeypatch: pytest.MonkeyPatch):
@@ -111,24 +111,24 @@ def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick_answers")
 def test_a_rank_that_hangs(run_ranks: Any):
     """Rank 1 sleeps in the user's code: rank, step, phase and line are told, and the run ends."""
-    with pytest.raises(RankFailed) as found:
+    with pytest.raises(RankFailed) as raised:
         run_ranks(lambda context: step_forever(context, sleep_in_user_code), 2, timeout_s=3.0)
-    failure = found.value.failure
+    failure = raised.value.failure
     line = sleep_in_user_code.__code__.co_firstlineno + 1
-    assert found.value.exit_code == PeerLost.exit_code
+    assert raised.value.exit_code == PeerLost.exit_code
     assert (failure.rank, failure.step, failure.phase, failure.where) == (1, 3, "input", f"{__file__}:{line}")
     assert "rank 1 did not reach the collective that the others wait for in 3 s; rank 0 waited for it" in \
-        str(found.value)
-    assert "time.sleep(1000)" in str(found.value)
+        str(raised.value)
+    assert "time.sleep(1000)" in str(raised.value)
 
 
 @pytest.mark.usefixtures("quick_answers")
 def test_a_rank_that_is_stopped(run_ranks: Any):
     """A rank that the kernel holds is named by the others and ended with them."""
     expected = r"rank 1 gave no sign of life for 2 s \(its process is stopped.*; rank 0 waited for it"
-    with pytest.raises(RankFailed, match=expected) as found:
+    with pytest.raises(RankFailed, match=expected) as raised:
         run_ranks(lambda context: step_forever(context, lambda: os.kill(os.getpid(), signal.SIGSTOP)), 2, timeout_s=2.0)
-    assert found.value.exit_code == PeerLost.exit_code
+    assert raised.value.exit_code == PeerLost.exit_code
 
 
 @pytest.mark.usefixtures("quick_answers")
@@ -153,9 +153,9 @@ def test_a_rank_in_a_native_call_that_holds_the_interpreter(run_ranks: Any):
     """No thread of the rank can speak; its stack and its line are told all the same, in time."""
     began_s = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 did not reach the collective that the others wait for in 2 s; rank 0 "
-                                         "waited for it") as found:
+                                         "waited for it") as raised:
         run_ranks(lambda context: step_forever(context, hold_the_interpreter), 2, timeout_s=2.0)
-    failure = found.value.failure
+    failure = raised.value.failure
     line = hold_the_interpreter.__code__.co_firstlineno + 1
     assert (failure.rank, failure.step, failure.where) == (1, 3, f"{__file__}:{line}")
     assert "sleep(1000)" in failure.trace and failure.host

@@ -68,9 +68,10 @@ def recorded(run: Path, figure: str = "loss") -> list[float]:
     return [line[figure] for line in lines if figure in line]
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], off: float = 1e-12) -> None:
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], off: float = 1e-12) -> None:
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=off, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=off,
+                                   msg=lambda message, name=name: f"{name}: {message}")
 
 
 class ByHand:
@@ -254,19 +255,19 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(tmp_path: Path, plan: str, sa
         assert torch.equal(tensor, weights(cut)[name]), name
 
 
-@pytest.mark.parametrize(("before", "after", "said"), [
+@pytest.mark.parametrize(("before", "after", "message"), [
     ("data=2 local=4 outer=diloco", "data=2", "the optimizer states of 2 replicas are averaged; the outer steps' "
                                               "momentum is dropped"),
     pytest.param("data=2", "data=3 local=2", "resumed from step-8\n", marks=pytest.mark.slow),
     ("data=2 local=4 fragments=2", "data=3 local=4", "averaged; replicas start from the weights that they shared")])
 def test_a_run_goes_on_under_another_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str], before: str, after: str,
-                                          said: str) -> None:
+                                          message: str) -> None:
     """And says what it could not take over."""
     run = tmp_path / "run"
     train(run, before, steps=8, optimizer=adamw)
     figures = train(run, after, resume=True, steps=14, optimizer=adamw)
 
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert figures["steps"] == 14 and len(recorded(run)) == 14
 
 

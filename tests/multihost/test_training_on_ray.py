@@ -101,11 +101,11 @@ class Wire:
 
     names = ("a", "b")
 
-    def __init__(self, *said: tuple[int, str | None]) -> None:
-        self.said, self.told = [[each] for each in said], []  # type: ignore[var-annotated]
+    def __init__(self, *incoming: tuple[int, str | None]) -> None:
+        self.incoming, self.told = [[each] for each in incoming], []  # type: ignore[var-annotated]
 
     def hear(self, timeout_s: float) -> list[tuple[int, str | None]]:
-        return self.said.pop(0) if self.said else []
+        return self.incoming.pop(0) if self.incoming else []
 
     def tell(self, node: int, line: str) -> None:
         self.told.append((node, json.loads(line)))
@@ -118,8 +118,8 @@ def ended(rank: int, code: int = 0, answer: str = "{}") -> tuple[int, str]:
     return rank, Message(0, "end", rank, {"code": code, "answer": answer}).encode()
 
 
-def outcome(*said: tuple[int, str | None], interrupted: list[int] | None = None) -> Any:
-    wire = Wire(*said)
+def outcome(*incoming: tuple[int, str | None], interrupted: list[int] | None = None) -> Any:
+    wire = Wire(*incoming)
     return on_ray._Ends(wire, [0, 1]).hear_out(interrupted or []), wire.told  # type: ignore[arg-type]
 
 
@@ -129,7 +129,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "_POLL_S", 0.01)
 
 
-@pytest.mark.parametrize(("said", "expected"), [
+@pytest.mark.parametrize(("incoming", "expected"), [
     ([ended(0), ended(1)], None),
     ([ended(0, 4, report(0, "PeerLost", 4, heard=True)), (1, None)], "node b is lost"),
     ([(1, None)], "node b is lost"),  # rank 0 says nothing in time
@@ -137,21 +137,21 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
      "rank 1 was killed by SIGKILL"),
     ([ended(1, 4, ""), ended(0, 4, "")], "rank 0 lost the others"),
 ])
-def test_what_starts_ranks_again(said: Any, expected: str | None):
+def test_what_starts_ranks_again(incoming: Any, expected: str | None):
     """A rank or a node that is gone; None is a run that is over."""
-    assert outcome(*said)[0] == expected
+    assert outcome(*incoming)[0] == expected
 
 
-@pytest.mark.parametrize(("said", "error", "message"), [
+@pytest.mark.parametrize(("incoming", "error", "message"), [
     ([ended(1, 1, report(1)), ended(0, 1, "")], RankFailed, "rank 1 on a failed(?s:.*)ValueError: said"),
     ([ended(0, 2, '{"kind": "PlanError", "error": "no", "hint": "yes"}'), ended(1, 2, "")], PlanError, "no"),
     ([ended(0, 3, report(0, "OutOfMemory", 3)), (1, None)], RankFailed, "OutOfMemory"),
     ([ended(0, 7, ""), ended(1, 0)], PacelineError, "rank 0 ended with exit code 7"),
 ])
-def test_an_error_of_a_rank_is_the_run_s(said: Any, error: type[Exception], message: str):
+def test_an_error_of_a_rank_is_the_run_s(incoming: Any, error: type[Exception], message: str):
     """It would come again, so nothing is started again, whatever else was lost."""
     with pytest.raises(error, match=message):
-        outcome(*said)
+        outcome(*incoming)
 
 
 def test_a_signal_is_passed_on_once_and_the_second_ends_all():
@@ -161,7 +161,8 @@ def test_a_signal_is_passed_on_once_and_the_second_ends_all():
     with pytest.raises(RankFailed) as caught:
         on_ray._Ends(wire, [0, 1]).hear_out(asked)  # type: ignore[arg-type]
     assert caught.value.exit_code == 130
-    assert [(node, said["kind"], said["value"]) for node, said in wire.told] == [(0, "order", 15), (1, "order", 15)]
+    assert [(node, message["kind"], message["value"]) for node, message in wire.told] == [
+        (0, "order", 15), (1, "order", 15)]
     with pytest.raises(Preempted):
         on_ray._Ends(Wire(), [0, 1]).hear_out([15, 15])  # type: ignore[arg-type]
 
@@ -214,10 +215,10 @@ def test_a_node_starts_ranks_and_says_how_they_end(tmp_path: Path):
         for rank in range(2):
             started.stdin.write(Message(0, "start", rank, {
                 "words": [str(tmp_path / "rank.py")], "environment": {"RANK": str(rank)}}).encode() + "\n")
-        said = [Message.decode(started.stdout.readline()) for _ in range(3)]
-        assert {message.value for message in said if message.kind == "report"} == {
+        messages = [Message.decode(started.stdout.readline()) for _ in range(3)]
+        assert {message.value for message in messages if message.kind == "report"} == {
             f"rank 0 {tmp_path}", f"rank 1 {tmp_path}"}
-        assert [(message.rank, message.value) for message in said if message.kind == "end"] == [
+        assert [(message.rank, message.value) for message in messages if message.kind == "end"] == [
             (0, {"code": 0, "answer": "{}\n"})]
         started.stdin.close()
         assert started.wait(timeout=20) == 0

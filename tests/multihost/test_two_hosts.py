@@ -68,10 +68,10 @@ def test_two_hosts_under_torchrun_reach_the_weights_of_one(
         env={**environ, **asked}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank, host in enumerate(hosts)]
     try:
-        said = [node.communicate(timeout=400)[0] for node in nodes]
+        outputs = [node.communicate(timeout=400)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
     paceline.train(JobFile.parse(str(EXAMPLE), {"width": 8}), plan, steps=10, run=tmp_path / "one", check=False)
     assert_equal_weights(tmp_path / "one", tmp_path / "two")

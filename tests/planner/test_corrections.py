@@ -27,10 +27,10 @@ def corrected(corrections: Corrections, text: str, estimate: Estimate | None = N
 
 def learnt(*calibrated: tuple[str, float, int]) -> Corrections:
     """(plan, measured step, measured bytes) of plans that were all predicted alike."""
-    found = Corrections()
+    corrections = Corrections()
     for text, step_s, peak_bytes in calibrated:
-        found.add(Plan.parse(text), predicted(), Calibration(step_s, peak_bytes))
-    return found
+        corrections.add(Plan.parse(text), predicted(), Calibration(step_s, peak_bytes))
+    return corrections
 
 
 def test_nothing_is_known_without_calibrations():
@@ -39,11 +39,11 @@ def test_nothing_is_known_without_calibrations():
 
 
 def test_a_calibrated_plan_is_as_it_was_found():
-    found = corrected(learnt(("data=2", 3.0, 150), ("data=4", 8.0, 90)), "data=2")
+    estimate = corrected(learnt(("data=2", 3.0, 150), ("data=4", 8.0, 90)), "data=2")
 
-    assert (found.step_s, found.peak_memory_bytes) == (3.0, 150)
-    assert found.ledger == {"parameters": 100, MEASURED: 50} and sum(found.needs[0].ledger.values()) == 150
-    assert found.low_s < 3.0 < found.high_s
+    assert (estimate.step_s, estimate.peak_memory_bytes) == (3.0, 150)
+    assert estimate.ledger == {"parameters": 100, MEASURED: 50} and sum(estimate.needs[0].ledger.values()) == 150
+    assert estimate.low_s < 3.0 < estimate.high_s
 
 
 def test_plans_of_its_kind_are_off_by_the_same_factor_and_bytes():
@@ -59,9 +59,9 @@ def test_plans_of_its_kind_are_off_by_the_same_factor_and_bytes():
 def test_between_two_of_its_kind_lies_what_lies_between(count: int, factor: float, more_bytes: int):
     """Off by 2 and 20 bytes with 1 micro-batch, by 8 and 40 with 4: a line over the logarithm, level beyond it."""
     known = learnt(("data=2", 4.0, 120), ("data=2 accumulate=4", 16.0, 140))
-    found = corrected(known, f"data=2 accumulate={count}")
+    estimate = corrected(known, f"data=2 accumulate={count}")
 
-    assert found.step_s == pytest.approx(2.0 * factor) and found.peak_memory_bytes == 100 + more_bytes
+    assert estimate.step_s == pytest.approx(2.0 * factor) and estimate.peak_memory_bytes == 100 + more_bytes
 
 
 def test_many_more_micro_batches_are_far():
@@ -92,25 +92,26 @@ def test_a_kind_that_nobody_tried_is_off_by_what_is_nearest():
 def test_what_a_part_takes_longer_it_takes_longer_in_all_plans():
     """Messages of two plans take three times as long, and computing as long as was said: so they do in a third plan,
     which nobody tried, and little is left to explain."""
-    def said(compute_s: float, messages_s: float) -> Estimate:
+    def prediction(compute_s: float, messages_s: float) -> Estimate:
         return replace(predicted(compute_s + messages_s),
                        breakdown={"compute": compute_s, "communication": messages_s})
 
     known = Corrections()
-    known.add(Plan(), said(4.0, 0.0), Calibration(4.0, 100))
-    known.add(Plan.parse("shard=2"), said(2.0, 2.0), Calibration(8.0, 100))
-    found = corrected(known, "tensor=2", said(2.0, 1.0))
+    known.add(Plan(), prediction(4.0, 0.0), Calibration(4.0, 100))
+    known.add(Plan.parse("shard=2"), prediction(2.0, 2.0), Calibration(8.0, 100))
+    estimate = corrected(known, "tensor=2", prediction(2.0, 1.0))
 
-    assert found.step_s == pytest.approx(5.0, rel=0.08)
-    assert found.breakdown["communication"] == pytest.approx(3.0, rel=0.15)
+    assert estimate.step_s == pytest.approx(5.0, rel=0.08)
+    assert estimate.breakdown["communication"] == pytest.approx(3.0, rel=0.15)
 
 
 def test_what_no_part_explains_is_called_so():
     """A single device sends no messages, however long its step takes."""
-    found = corrected(learnt(("single", 8.0, 100), ("data=2", 2.0, 100)), "single")
+    estimate = corrected(learnt(("single", 8.0, 100), ("data=2", 2.0, 100)), "single")
 
-    assert set(found.breakdown) == {"compute", "communication", UNEXPLAINED} and found.breakdown["communication"] == 0
-    assert sum(found.breakdown.values()) == pytest.approx(8.0) and found.breakdown[UNEXPLAINED] > 4.0
+    assert (set(estimate.breakdown) == {"compute", "communication", UNEXPLAINED}
+            and estimate.breakdown["communication"] == 0)
+    assert sum(estimate.breakdown.values()) == pytest.approx(8.0) and estimate.breakdown[UNEXPLAINED] > 4.0
 
 
 def test_a_plan_that_needs_more_than_it_was_said_to_may_not_fit():

@@ -46,19 +46,19 @@ def guess(text: str, devices: Cluster, batch: int, program: Software = PLAIN) ->
 
 def test_one_device():
     """8 layers, 2 samples: 8 x 2 x 0.3 s; at the end of backward all gradients and a layer's activations are held."""
-    found = guess("single", cluster(1), 2)
+    prediction = guess("single", cluster(1), 2)
 
-    assert found.step_s == pytest.approx(4.8)
-    assert found.peak_memory_bytes == (800 + 1600 + 800 + 20) * MB
-    assert found.fits
-    assert found.low_s < found.step_s < found.high_s
+    assert prediction.step_s == pytest.approx(4.8)
+    assert prediction.peak_memory_bytes == (800 + 1600 + 800 + 20) * MB
+    assert prediction.fits
+    assert prediction.low_s < prediction.step_s < prediction.high_s
 
 
 def test_replicas_hide_what_backward_hides():
     """4 replicas: 150 MB each in 1.5 s a layer at 100 MB/s; beside 0.2 s of backward the network is what takes time."""
-    found = guess("data=4", cluster(1, inside=1e8), 4)
+    prediction = guess("data=4", cluster(1, inside=1e8), 4)
 
-    assert found.step_s == pytest.approx(0.8 + 0.2 + 8 * 1.5)
+    assert prediction.step_s == pytest.approx(0.8 + 0.2 + 8 * 1.5)
     late = guess("data=4", cluster(1, inside=1e8), 4, replace(PLAIN, overlaps=False))
     assert late.step_s == pytest.approx(2.4 + 8 * 1.5)
 
@@ -80,37 +80,37 @@ def test_a_stage_is_as_fast_as_its_slowest_device(precision):
 
 def test_replicas_across_nodes_share_its_cards():
     """8 ranks on 2 nodes: their four shares together carry 175 MB a layer."""
-    found = guess("data=8", cluster(2, across=1e7), 8, replace(PLAIN, overlaps=False))
+    prediction = guess("data=8", cluster(2, across=1e7), 8, replace(PLAIN, overlaps=False))
 
-    assert found.step_s == pytest.approx(2.4 + 8 * 175 / 40)
+    assert prediction.step_s == pytest.approx(2.4 + 8 * 175 / 40)
 
 
 def test_tensor_ranks_divide_the_work_and_exchange():
     """FLOPs of unknown shape are done by each; three exchanges of 10 MB a layer and sample."""
-    found = guess("tensor=2", cluster(1, inside=1e8), 1)
+    prediction = guess("tensor=2", cluster(1, inside=1e8), 1)
 
-    assert found.step_s == pytest.approx(2.4 + 8 * 3 * 0.1)
-    assert found.ledger["parameters"] == 400 * MB
+    assert prediction.step_s == pytest.approx(2.4 + 8 * 3 * 0.1)
+    assert prediction.ledger["parameters"] == 400 * MB
 
 
 def test_shards_gather_ahead():
     """Each layer's 75 MB hide behind the 0.1 s before them, but for the first's; in backward the network carries twice
     as much, beside 0.2 s. Without gathering ahead all of it shows, and what is reduced is in the way."""
-    found = guess("shard=4", cluster(1, inside=1e9), 4)
+    prediction = guess("shard=4", cluster(1, inside=1e9), 4)
     alone = guess("shard=4", cluster(1, inside=1e9), 4, replace(PLAIN, prefetches=False))
 
-    assert found.step_s == pytest.approx(2.4 + 3 * 0.075, rel=0.05)
+    assert prediction.step_s == pytest.approx(2.4 + 3 * 0.075, rel=0.05)
     assert alone.step_s == pytest.approx(2.4 + 24 * 0.075, rel=0.05)
-    assert found.ledger["optimizer"] == 400 * MB
+    assert prediction.ledger["optimizer"] == 400 * MB
 
 
 def test_a_pipelines_bubble():
     """4 stages, 8 micro-batches of 1 sample: (8 + 3) x 2 layers x 0.3 s."""
-    found = guess("pipeline=4 microbatches=8", cluster(1), 8)
+    prediction = guess("pipeline=4 microbatches=8", cluster(1), 8)
 
-    assert found.step_s == pytest.approx(11 * 0.6)
-    assert found.breakdown["bubble"] == pytest.approx(3 * 0.6)
-    assert found.ledger["activations"] == 4 * 20 * MB  # the first stage has four micro-batches in flight
+    assert prediction.step_s == pytest.approx(11 * 0.6)
+    assert prediction.breakdown["bubble"] == pytest.approx(3 * 0.6)
+    assert prediction.ledger["activations"] == 4 * 20 * MB  # the first stage has four micro-batches in flight
 
 
 # The cluster lab's job: 25 MB, 1.0 s a step, a third of it forward, in 16 layers; links of 400 Mbit/s carry 47.6 MB/s.
@@ -125,9 +125,9 @@ LAB = replace(PROFILE, parameters=(replace(PROFILE.parameters[0], num_bytes=25 *
 def test_servers_are_what_the_cluster_lab_measured(text: str, efficiency: float):
     """Within 10 % of the efficiencies in docs/results.md, one run each."""
     hosts = cluster(8, inside=47.6e6, across=47.6e6, each=1)
-    found = estimate(LAB, Plan.parse(text), hosts, batch=8, precision="bf16", software=PLAIN)
+    prediction = estimate(LAB, Plan.parse(text), hosts, batch=8, precision="bf16", software=PLAIN)
 
-    assert found.step_s == pytest.approx(1 / efficiency, rel=0.10)
+    assert prediction.step_s == pytest.approx(1 / efficiency, rel=0.10)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "exact", "relaxed"), [
@@ -143,11 +143,11 @@ def test_who_wins_as_links_get_slower(bytes_per_s: float, exact: set[str], relax
     def price(plan: Plan) -> Estimate:
         return estimate(LAB, plan, hosts, batch=8, precision="bf16", software=PLAIN)
 
-    found = search(price, Limits(8), DeviceCounts(8, 1))
-    assert found.chosen is not None
-    assert {str(found.chosen.plan), *(str(one.plan) for one in found.tied)} >= exact and str(
-        found.chosen.plan) in exact
-    first = next(one.plan for one in found.ranked if one.plan.relaxed is not None)
+    ranked_plans = search(price, Limits(8), DeviceCounts(8, 1))
+    assert ranked_plans.chosen is not None
+    assert {str(ranked_plans.chosen.plan), *(str(one.plan) for one in ranked_plans.tied)} >= exact and str(
+        ranked_plans.chosen.plan) in exact
+    first = next(one.plan for one in ranked_plans.ranked if one.plan.relaxed is not None)
     assert first.outer_steps is not None
 
     asked = search(price, Limits(8), DeviceCounts(8, 1), may_relax=True).chosen
@@ -186,19 +186,19 @@ def test_servers_hold_the_state():
 def test_stale_workers_wait_for_nobody():
     """Each computes its part of the batch, and what is under way costs nothing."""
     devices = cluster(8, across=8e10, inside=8e10, each=1)
-    found = guess("server=8 workers=8 staleness=inf", devices, 8)
+    prediction = guess("server=8 workers=8 staleness=inf", devices, 8)
 
-    assert found.step_s == pytest.approx(2.4, rel=0.1)
+    assert prediction.step_s == pytest.approx(2.4, rel=0.1)
 
 
 def test_the_host_launches_no_faster():
     """Where launching takes longer than computing, it is what takes time."""
     layer = replace(PROFILE.segments[0], forward=Work(operators=10), backward=Work(operators=20))
     slow = replace(PROFILE, segments=(layer,))
-    found = estimate(slow, Plan.parse("single"), cluster(1), batch=1, precision="bf16",
-                     software=replace(PLAIN, operator_s=1e-3))
+    prediction = estimate(slow, Plan.parse("single"), cluster(1), batch=1, precision="bf16",
+                          software=replace(PLAIN, operator_s=1e-3))
 
-    assert found.step_s == pytest.approx(8 * 0.03)
+    assert prediction.step_s == pytest.approx(8 * 0.03)
 
 
 @pytest.mark.parametrize(("text", "batch", "message"), [
@@ -213,10 +213,10 @@ def test_plans_that_can_not_be(text: str, batch: int, message: str):
 def test_what_does_not_fit_says_how_much_is_missing():
     """A device of 3 GB lacks 220 MB of the 3,220."""
     small = replace(CHIP, memory_bytes=3_000 * MB)
-    found = guess("single", Cluster.of((Nodes(1, (described(small),), Network(Link(1, 0))),)), 2)
+    prediction = guess("single", Cluster.of((Nodes(1, (described(small),), Network(Link(1, 0))),)), 2)
 
-    assert not found.fits
-    assert found.needs[0].missing_bytes == 220 * MB
+    assert not prediction.fits
+    assert prediction.needs[0].missing_bytes == 220 * MB
 
 
 def test_a_large_model_takes_milliseconds():

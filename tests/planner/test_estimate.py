@@ -40,12 +40,12 @@ def guess(text: str, devices: Cluster, batch: int = 8, **more):
 
 def test_one_device_by_hand():
     """8 samples of 300 MFLOP at 1 GFLOP/s; the turn holds states, the last gradient and all activations."""
-    found = guess("single", cluster(10_000))
+    prediction = guess("single", cluster(10_000))
 
-    assert found.step_s == pytest.approx(8 * 0.3 + MICROBATCH_S)
-    assert found.peak_memory_bytes == (100 + 200 + 10 + 8 * 40) * MIB
-    assert sum(found.breakdown.values()) == pytest.approx(found.step_s)
-    assert sum(found.ledger.values()) == found.peak_memory_bytes
+    assert prediction.step_s == pytest.approx(8 * 0.3 + MICROBATCH_S)
+    assert prediction.peak_memory_bytes == (100 + 200 + 10 + 8 * 40) * MIB
+    assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_s)
+    assert sum(prediction.ledger.values()) == prediction.peak_memory_bytes
 
 
 def test_a_cpu_rank_also_holds_libraries_and_holes():
@@ -84,30 +84,31 @@ def test_a_slow_device_sets_the_pace_until_it_gets_less():
 def test_many_equal_microbatches_are_played_once():
     """Time and memory are those of playing all, in a moment."""
     began_s = time.process_time()
-    found = guess("single accumulate=100000", cluster(10_000), batch=100_000)
+    prediction = guess("single accumulate=100000", cluster(10_000), batch=100_000)
 
     assert time.process_time() - began_s < 5
-    assert found.step_s == pytest.approx(100_000 * (0.3 + MICROBATCH_S))
-    assert found.peak_memory_bytes == guess("single accumulate=3", cluster(10_000), batch=3).peak_memory_bytes
+    assert prediction.step_s == pytest.approx(100_000 * (0.3 + MICROBATCH_S))
+    assert prediction.peak_memory_bytes == guess("single accumulate=3", cluster(10_000), batch=3).peak_memory_bytes
 
 
 def test_the_second_microbatch_meets_the_gradients_of_the_first():
     """It has 2 of 5 samples and still needs more than the first one's 3."""
-    found = guess("single accumulate=2", cluster(10_000), batch=5)
+    prediction = guess("single accumulate=2", cluster(10_000), batch=5)
 
-    assert found.peak_memory_bytes == (300 + 100 + 10 + 2 * 40) * MIB
-    assert found.peak_memory_bytes > (300 + 10 + 3 * 40) * MIB
+    assert prediction.peak_memory_bytes == (300 + 100 + 10 + 2 * 40) * MIB
+    assert prediction.peak_memory_bytes > (300 + 10 + 3 * 40) * MIB
 
 
 @pytest.mark.parametrize(("memory_mib", "expected"), [(10_000, 1), (630, 1), (629, 2), (570, 2), (569, 3), (450, 7)])
 def test_fewest_microbatches_just_fit(memory_mib, expected):
     """8 samples: 300 MiB of states, gradients, and 40 MiB of activations a sample."""
-    found = fewest_microbatches(PROFILE, Plan.parse("single"), cluster(memory_mib), batch=8)
+    num_microbatches = fewest_microbatches(PROFILE, Plan.parse("single"), cluster(memory_mib), batch=8)
 
-    assert found == expected
-    assert guess(f"single accumulate={found}", cluster(memory_mib)).peak_memory_bytes <= memory_mib * MIB
-    if found > 1:
-        assert guess(f"single accumulate={found - 1}", cluster(memory_mib)).peak_memory_bytes > memory_mib * MIB
+    assert num_microbatches == expected
+    assert guess(f"single accumulate={num_microbatches}", cluster(memory_mib)).peak_memory_bytes <= memory_mib * MIB
+    if num_microbatches > 1:
+        assert guess(f"single accumulate={num_microbatches - 1}",
+                     cluster(memory_mib)).peak_memory_bytes > memory_mib * MIB
 
 
 def test_one_microbatch_may_fit_where_two_do_not():

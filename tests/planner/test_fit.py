@@ -182,8 +182,8 @@ def test_the_ledger_for_people():
 def on_a_gpu(need_bytes: int, plan: str, **device: Any) -> tuple[MemoryNeed, ...]:
     """What ranks need of GPUs that are here and have so many bytes."""
     count = Plan.parse(plan).world_size
-    found = tuple(Device("cuda", k, need_bytes, context_bytes=CONTEXT_BYTES, **device) for k in range(count))
-    return needs(plan, Cluster(found, Link(1e12, 0.0)))
+    devices = tuple(Device("cuda", k, need_bytes, context_bytes=CONTEXT_BYTES, **device) for k in range(count))
+    return needs(plan, Cluster(devices, Link(1e12, 0.0)))
 
 
 @pytest.mark.parametrize(("plan", "connections"), [
@@ -192,7 +192,8 @@ def on_a_gpu(need_bytes: int, plan: str, **device: Any) -> tuple[MemoryNeed, ...
 def test_a_gpu_gives_away_more_than_tensors(plan: str, connections: int):
     """The context, NCCL's buffers of every connection that a rank receives on, and what the allocator rounds up."""
     for need in on_a_gpu(80 << 30, plan):
-        tensors = sum(held for name, held in need.ledger.items() if name not in ("context", "NCCL", "reserve"))
+        tensors = sum(num_bytes for name, num_bytes in need.ledger.items()
+                      if name not in ("context", "NCCL", "reserve"))
         assert need.ledger["context"] == CONTEXT_BYTES
         assert need.ledger.get("NCCL", 0) == connections * NCCL_CONNECTION_BYTES
         assert need.ledger["reserve"] == pytest.approx(22 * MIB + 0.02 * tensors, abs=2)
@@ -306,10 +307,11 @@ def test_the_state_is_the_job_s_own_optimizers(momentum: float, factor: float):
 def test_every_split_is_played(plan: str):
     """Messages, rooms and schedules meet in one program a rank; figures are numbers that a file can hold."""
     parsed = Plan.parse(plan)
-    found = estimate(PROFILE, parsed, cluster(*[100] * parsed.world_size), batch=8, rates=ANY_RATES, split=SPLIT)
-    assert json.loads(json.dumps([found.step_s, found.peak_memory_bytes, dict(found.ledger), dict(found.breakdown)]))
-    assert found.step_s > 0
-    assert all(sum(need.ledger.values()) == need.total_bytes > 0 for need in found.needs)
+    prediction = estimate(PROFILE, parsed, cluster(*[100] * parsed.world_size), batch=8, rates=ANY_RATES, split=SPLIT)
+    assert json.loads(json.dumps([prediction.step_s, prediction.peak_memory_bytes, dict(prediction.ledger),
+                                  dict(prediction.breakdown)]))
+    assert prediction.step_s > 0
+    assert all(sum(need.ledger.values()) == need.total_bytes > 0 for need in prediction.needs)
 
 
 def test_split_replicas_share_state():
@@ -341,13 +343,13 @@ def test_backward_of_a_split_model_keeps_the_shapes_of_its_products(plan: str, p
 
 def test_the_smallest_change_that_needs_less_is_named():
     """Replicas that ran out of memory: smaller micro-batches don't help a model of few activations, shards do."""
-    said = smallest_change(JOB, Plan.parse("data=2"), cluster(40, 40), PROFILE, SPLIT, snapshot=False)
+    advice = smallest_change(JOB, Plan.parse("data=2"), cluster(40, 40), PROFILE, SPLIT, snapshot=False)
 
-    assert said.startswith("what each rank of 'data=2' was predicted to need:\nMiB ")
-    assert said.splitlines()[-1].startswith("the smallest change that needs less: --plan 'shard=2', ")
+    assert advice.startswith("what each rank of 'data=2' was predicted to need:\nMiB ")
+    assert advice.splitlines()[-1].startswith("the smallest change that needs less: --plan 'shard=2', ")
 
 
 def test_no_change_is_promised_where_none_needs_less():
-    said = smallest_change(JOB, Plan.parse("single"), cluster(0.001), PROFILE, SPLIT, snapshot=False)
+    advice = smallest_change(JOB, Plan.parse("single"), cluster(0.001), PROFILE, SPLIT, snapshot=False)
 
-    assert "no change of plan needs so much less" in said.splitlines()
+    assert "no change of plan needs so much less" in advice.splitlines()

@@ -64,24 +64,24 @@ def test_what_is_known_of_a_cluster_holds_on_others():
                 Cluster.parse(f"{NODES}x8xA100")]
 
     def prices(*, keeps: bool) -> list[Estimate]:
-        found = []
+        estimates = []
         for plan in plans:
             for cluster in clusters:
                 if not keeps:
                     pipelines._blocks.cache_clear()
                     pipelines._written.cache_clear()
-                found.append(estimate(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM))
-        return found
+                estimates.append(estimate(PROFILE, plan, cluster, batch=BATCH, precision="bf16", software=PROGRAM))
+        return estimates
 
     kept = prices(keeps=True)
     assert kept == prices(keeps=False)
     assert len({price.step_s for price in kept}) > 2 * len(plans)  # links and devices make a difference
 
 
-def check_published(found: RankedPlans) -> None:
+def check_published(ranked_plans: RankedPlans) -> None:
     """The paper's axes are among those within 5 % of the best, and its utilisation is in the interval."""
-    best = found.ranked[0].estimate.step_s
-    near = [one for one in found.ranked if one.estimate.step_s <= 1.05 * best]
+    best = ranked_plans.ranked[0].estimate.step_s
+    near = [one for one in ranked_plans.ranked if one.estimate.step_s <= 1.05 * best]
     own = next(one.estimate for one in near if (one.plan.axes.tensor, one.plan.axes.pipeline, one.plan.replicas)
                == (8, 16, 128))
     assert tflops(own.high_s) < PUBLISHED < tflops(own.low_s)
@@ -96,12 +96,13 @@ def test_the_published_layout_is_found():
 def test_the_published_layout_is_near_our_own_best():
     """Residuals of a whole float32 sequence between blocks would not fit; runs of ours pass parts of them."""
     profile, cluster = decoder_profile(SIZE, PACELINE.formats, PACELINE.kernels), Cluster.parse(f"{NODES}x8xH100")
-    found = search(lambda plan: estimate(profile, plan, cluster, batch=BATCH, precision="bf16"),
-                   Limits(BATCH, layers=126, tensor=8, recomputes=("full",)), DeviceCounts(8 * NODES, 8),
-                   lambda plan, enough_bytes: least_missing_bytes(profile, plan, cluster, batch=BATCH,
-                                                                  precision="bf16", enough_bytes=enough_bytes))
+    ranked_plans = search(lambda plan: estimate(profile, plan, cluster, batch=BATCH, precision="bf16"),
+                          Limits(BATCH, layers=126, tensor=8, recomputes=("full",)), DeviceCounts(8 * NODES, 8),
+                          lambda plan, enough_bytes: least_missing_bytes(profile, plan, cluster, batch=BATCH,
+                                                                         precision="bf16", enough_bytes=enough_bytes))
 
-    near = [one.plan for one in found.ranked if one.estimate.step_s <= 1.1 * found.ranked[0].estimate.step_s]
+    near = [one.plan for one in ranked_plans.ranked
+            if one.estimate.step_s <= 1.1 * ranked_plans.ranked[0].estimate.step_s]
     assert (8, 16, 128) in {(plan.axes.tensor, plan.axes.pipeline, plan.replicas) for plan in near}
 
 
@@ -143,11 +144,11 @@ import resource, sys, time
 sys.path.insert(0, sys.argv[1])
 from test_large_search import BATCH, NODES, Limits, check_published, searched
 begin_s = time.process_time()
-found = searched(NODES, Limits(BATCH, layers=126, tensor=8, recomputes=("none", "selective", "full")))
+ranked_plans = searched(NODES, Limits(BATCH, layers=126, tensor=8, recomputes=("none", "selective", "full")))
 cpu_s = time.process_time() - begin_s
-check_published(found)
+check_published(ranked_plans)
 assert "torch" not in sys.modules
-print(found.num_tried, cpu_s, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(ranked_plans.num_tried, cpu_s, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 

@@ -45,16 +45,16 @@ def priced(problem: PlanningProblem, plan: str, cluster: str, *, step_s: float |
 
 def test_every_way_has_its_options_and_is_played(problem: PlanningProblem):
     """The smaller plan is the one under which the run goes on; formula and play agree."""
-    found = priced(problem, "data=32", "4x8xH100")
-    ways = found.to_dict()["survival"]
-    assert list(ways) == ["copies", "fewer", "spare", "resume"] and not found.refused
+    failure_outlook = priced(problem, "data=32", "4x8xH100")
+    ways = failure_outlook.to_dict()["survival"]
+    assert list(ways) == ["copies", "fewer", "spare", "resume"] and not failure_outlook.refused
     assert [ways[name].get("options") for name in ways] == ["--hosts 4", "--hosts 3:4", "--hosts 4", None]
     assert ways["fewer"]["plans"] == ["data=24"] and ways["spare"]["spares"] == 1
-    for survival in found.survivals:
+    for survival in failure_outlook.survivals:
         assert survival.simulated_goodput == pytest.approx(survival.goodput, rel=0.01)
         assert 0 < survival.goodput < 1
     assert ways["spare"]["goodput"] == pytest.approx(0.8, rel=0.01)  # four of five hosts train
-    text = " ".join(found.lines())
+    text = " ".join(failure_outlook.lines())
     assert "(--hosts 3:4), under data=24 with one less" in text and "(--hosts 4, on 5)" in text
     assert ways["copies"]["restart_s"] == pytest.approx(REPLACED_S, abs=0.01)
     assert ways["fewer"]["restart_s"] == pytest.approx(SILENCE_S + LEFT_S, abs=0.01)
@@ -63,8 +63,8 @@ def test_every_way_has_its_options_and_is_played(problem: PlanningProblem):
 def test_hosts_that_are_back_at_once_and_those_that_never_come(problem: PlanningProblem):
     """The first cost what copies do, but for the patience. The others are missed for their part of the time."""
     def ways(repair_hours: float) -> dict[str, float]:
-        found = priced(problem, "data=32", "4x8xH100", repair_hours=repair_hours, mtbf_hours=10_000.0)
-        return {survival.name: survival.goodput for survival in found.survivals}
+        failure_outlook = priced(problem, "data=32", "4x8xH100", repair_hours=repair_hours, mtbf_hours=10_000.0)
+        return {survival.name: survival.goodput for survival in failure_outlook.survivals}
 
     at_once, late = ways(1e-6), ways(500.0)
     assert at_once["fewer"] == pytest.approx(at_once["copies"], rel=1e-4)
@@ -75,8 +75,8 @@ def test_spares_are_worth_their_time_where_others_are_slow_without_a_host(proble
     """A step that is much longer on the hosts that are left, for long. A short repair makes going on the better way."""
     short, long = (priced(problem, "data=64", "8x8xH100", step_s=1e-5, mtbf_hours=1000.0, repair_hours=repair_hours)
                    for repair_hours in (0.1, 20.0))
-    for found, name in ((short, "fewer"), (long, "spare")):
-        assert max((way for way in found.survivals if way.name in ("fewer", "spare")),
+    for failure_outlook, name in ((short, "fewer"), (long, "spare")):
+        assert max((way for way in failure_outlook.survivals if way.name in ("fewer", "spare")),
                    key=lambda way: way.goodput).name == name
 
 
@@ -90,10 +90,10 @@ def test_spares_are_worth_their_time_where_others_are_slow_without_a_host(proble
 ])
 def test_ways_that_do_not_exist(problem: PlanningProblem, plan: str, cluster: str, refused: set[str], why: str):
     """They are named with the reason, in one line."""
-    found = priced(problem, plan, cluster)
-    assert set(found.refused) == refused == set(found.to_dict()["survival_refused"])
-    assert refused.isdisjoint(found.to_dict()["survival"]) and found.survivals[-1].name == "resume"
-    line = list(found.lines())[-1]
+    failure_outlook = priced(problem, plan, cluster)
+    assert set(failure_outlook.refused) == refused == set(failure_outlook.to_dict()["survival_refused"])
+    assert refused.isdisjoint(failure_outlook.to_dict()["survival"]) and failure_outlook.survivals[-1].name == "resume"
+    line = list(failure_outlook.lines())[-1]
     assert line.startswith("no way here: ") and why in line and "\n" not in line
 
 
@@ -101,8 +101,8 @@ def test_ways_that_do_not_exist(problem: PlanningProblem, plan: str, cluster: st
                                    {"mtbf_hours": 1e300}, {"mtbf_hours": 1e-3, "repair_hours": 1e-3}], ids=str)
 def test_extreme_figures(problem: PlanningProblem, rates: dict[str, float]):
     """An answer, in the place of an overflow."""
-    found = priced(problem, "data=32", "4x8xH100", **rates)
-    assert all(0 <= survival.goodput <= 1 for survival in found.survivals)
+    failure_outlook = priced(problem, "data=32", "4x8xH100", **rates)
+    assert all(0 <= survival.goodput <= 1 for survival in failure_outlook.survivals)
 
 
 def test_many_ranks_may_lack_one_host():
@@ -117,8 +117,8 @@ def test_many_ranks_may_lack_one_host():
 def test_hosts_that_are_not_alike(problem: PlanningProblem):
     kinds = tuple(Cluster.parse(text).nodes[0] for text in ("2x8xH100", "1x8xA100"))
     chosen = Candidate(Plan.parse("data=24"), problem.price(Plan.parse("data=24"), Cluster.of(kinds)))
-    found = outlook(problem, chosen, Cluster.of(kinds), FailureRates(mtbf_hours=1000.0))
-    assert set(found.refused) == {"fewer", "spare"} and "not alike" in found.refused["fewer"]
+    failure_outlook = outlook(problem, chosen, Cluster.of(kinds), FailureRates(mtbf_hours=1000.0))
+    assert set(failure_outlook.refused) == {"fewer", "spare"} and "not alike" in failure_outlook.refused["fewer"]
 
 
 def test_a_smaller_plan_that_does_not_fit(problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch):

@@ -42,62 +42,63 @@ def price(plan: Plan, *, message_s: float = 0.3, memory_bytes: int = 100) -> Est
 
 def test_the_fastest_exact_plan_that_fits_is_chosen():
     """All kinds are looked at, replicas don't fit, and the answer says what binds it and why the others lose."""
-    found = search(price, Limits(64, layers=8, tensor=8), EIGHT)
-    chosen = found.chosen
+    ranked_plans = search(price, Limits(64, layers=8, tensor=8), EIGHT)
+    chosen = ranked_plans.chosen
     assert chosen is not None and str(chosen.plan) == "shard=8"
     assert reason(chosen, chosen) == "computing is 96 % of the step"
-    kinds = {one.kind: reason(one, chosen) for one in best_of_each_kind(found.ranked)}
+    kinds = {one.kind: reason(one, chosen) for one in best_of_each_kind(ranked_plans.ranked)}
     assert kinds["shard tensor"].startswith("messages that nothing hides are")
     assert kinds["pipeline"].startswith("idle pipeline ranks are")
-    assert [one.kind for one in found.too_large if one.kind == "data"] == ["data"]
-    data, = (one for one in found.too_large if one.kind == "data")
+    assert [one.kind for one in ranked_plans.too_large if one.kind == "data"] == ["data"]
+    data, = (one for one in ranked_plans.too_large if one.kind == "data")
     assert data.missing_bytes > 0 and "too much for a H1" in reason(data, chosen)
-    assert found.refused == {"tensor": "a model of 4 heads can't be cut into 8 parts"}
-    assert found.num_tried > 50
+    assert ranked_plans.refused == {"tensor": "a model of 4 heads can't be cut into 8 parts"}
+    assert ranked_plans.num_tried > 50
 
 
 def test_what_binds_a_step_is_said_with_the_next_if_that_is_a_tenth():
     """By their parts of the step."""
     one = price(Plan())
-    said = {share: binding(replace(one, step_s=10.0, breakdown={"optimizer": share, "compute": 10 - share}))
-            for share in (0.9, 1.3, 6.0)}
-    assert said == {0.9: "computing is 91 % of the step", 1.3: "computing is 87 % of the step, the optimizer 13 %",
-                    6.0: "the optimizer is 60 % of the step, computing 40 %"}
+    binding_texts = {share: binding(replace(one, step_s=10.0, breakdown={"optimizer": share, "compute": 10 - share}))
+                     for share in (0.9, 1.3, 6.0)}
+    assert binding_texts == {0.9: "computing is 91 % of the step",
+                             1.3: "computing is 87 % of the step, the optimizer 13 %",
+                             6.0: "the optimizer is 60 % of the step, computing 40 %"}
 
 
 def test_every_cut_of_the_model_is_refined():
     """Many ways to share one cut's state, all a little faster at first, don't keep another cut's schedules from being
     tried."""
     def idle(plan: Plan) -> Estimate:
-        found = price(plan, memory_bytes=1000)
+        estimate = price(plan, memory_bytes=1000)
         is_best = plan.axes.pipeline == 2 and plan.schedule.schedule == "interleaved"
-        step_s = 0.1 if is_best else 3.0 if plan.axes.pipeline == 2 else found.step_s
-        return Estimate(step_s, found.peak_memory_bytes, found.ledger, {"compute": step_s}, needs=found.needs)
+        step_s = 0.1 if is_best else 3.0 if plan.axes.pipeline == 2 else estimate.step_s
+        return Estimate(step_s, estimate.peak_memory_bytes, estimate.ledger, {"compute": step_s}, needs=estimate.needs)
 
-    found = search(idle, Limits(64, layers=8, tensor=2), EIGHT)
-    assert found.chosen is not None and found.chosen.plan.axes.pipeline == 2
+    ranked_plans = search(idle, Limits(64, layers=8, tensor=2), EIGHT)
+    assert ranked_plans.chosen is not None and ranked_plans.chosen.plan.axes.pipeline == 2
 
 
 def test_relaxed_plans_are_ranked_and_never_chosen():
     """Also where they are the fastest."""
     def cheap(plan: Plan) -> Estimate:
-        found = price(plan, memory_bytes=1000)
+        estimate = price(plan, memory_bytes=1000)
         if plan.relaxed is None:
-            return found
-        return Estimate(0.5, found.peak_memory_bytes, found.ledger, {"compute": 0.5}, needs=found.needs)
+            return estimate
+        return Estimate(0.5, estimate.peak_memory_bytes, estimate.ledger, {"compute": 0.5}, needs=estimate.needs)
 
-    found = search(cheap, Limits(64), EIGHT)
-    assert found.ranked[0].plan.relaxed is not None
-    assert found.chosen is not None and found.chosen.plan.relaxed is None
-    assert reason(found.ranked[0], found.chosen).endswith("% faster, and relaxed")
+    ranked_plans = search(cheap, Limits(64), EIGHT)
+    assert ranked_plans.ranked[0].plan.relaxed is not None
+    assert ranked_plans.chosen is not None and ranked_plans.chosen.plan.relaxed is None
+    assert reason(ranked_plans.ranked[0], ranked_plans.chosen).endswith("% faster, and relaxed")
 
 
 def test_plans_that_tie_are_said_to():
     """Within two measurements of one plan; the simplest of them is chosen."""
-    found = search(lambda plan: price(plan, message_s=1e-3, memory_bytes=1000), Limits(64, tensor=4), EIGHT)
-    assert found.chosen is not None and str(found.chosen.plan) == "data=8"
-    assert {one.kind for one in found.tied} >= {"shard", "data shard"}
-    assert reason(found.tied[0], found.chosen) == "as fast, for all that is known"
+    ranked_plans = search(lambda plan: price(plan, message_s=1e-3, memory_bytes=1000), Limits(64, tensor=4), EIGHT)
+    assert ranked_plans.chosen is not None and str(ranked_plans.chosen.plan) == "data=8"
+    assert {one.kind for one in ranked_plans.tied} >= {"shard", "data shard"}
+    assert reason(ranked_plans.tied[0], ranked_plans.chosen) == "as fast, for all that is known"
 
 
 def test_a_tie_is_within_the_intervals_too():
@@ -113,9 +114,9 @@ def test_a_tie_is_within_the_intervals_too():
 def test_a_relaxed_plan_is_chosen_where_asked():
     """If it is faster by more than a tie."""
     def cheap(plan: Plan) -> Estimate:
-        found = price(plan, memory_bytes=1000)
-        step_s = found.step_s if plan.relaxed is None else 0.5 if plan.outer_steps else 1.02
-        return Estimate(step_s, found.peak_memory_bytes, found.ledger, {"compute": step_s}, needs=found.needs)
+        estimate = price(plan, memory_bytes=1000)
+        step_s = estimate.step_s if plan.relaxed is None else 0.5 if plan.outer_steps else 1.02
+        return Estimate(step_s, estimate.peak_memory_bytes, estimate.ledger, {"compute": step_s}, needs=estimate.needs)
 
     asked = search(cheap, Limits(64), EIGHT, may_relax=True)
     assert asked.chosen is not None and asked.chosen.plan.outer_steps is not None
@@ -127,21 +128,21 @@ def test_by_cost_fewer_devices_may_win():
     """Twice the devices are not twice as fast; a device that costs more is left alone."""
     shape = DeviceCounts(8, 8, may_be_fewer=True)
     fast = search(lambda plan: price(plan, message_s=3.0, memory_bytes=1000), Limits(64), shape).chosen
-    found = search(lambda plan: price(plan, message_s=3.0, memory_bytes=1000), Limits(64), shape,
-                   rent=lambda plan: 0.01 * plan.world_size)
-    cheap = found.chosen
+    ranked_plans = search(lambda plan: price(plan, message_s=3.0, memory_bytes=1000), Limits(64), shape,
+                          rent=lambda plan: 0.01 * plan.world_size)
+    cheap = ranked_plans.chosen
     assert fast is not None and fast.plan.world_size == 8
     assert cheap is not None and cheap.plan.world_size == 1
-    assert [one.step_cost for one in found.ranked] == sorted(one.step_cost for one in found.ranked)
-    dear = next(one for one in found.ranked if one.kind == "shard")
+    assert [one.step_cost for one in ranked_plans.ranked] == sorted(one.step_cost for one in ranked_plans.ranked)
+    dear = next(one for one in ranked_plans.ranked if one.kind == "shard")
     assert "% more" in reason(dear, cheap)
 
 
 def test_nothing_fits():
     """There is no choice, and the nearest plans of each kind are known."""
-    found = search(lambda plan: price(plan, memory_bytes=3), Limits(64, layers=8, tensor=4), EIGHT)
-    assert found.chosen is None and not found.ranked and not found.tied
-    over = [one.missing_bytes for one in found.too_large]
+    ranked_plans = search(lambda plan: price(plan, memory_bytes=3), Limits(64, layers=8, tensor=4), EIGHT)
+    assert ranked_plans.chosen is None and not ranked_plans.ranked and not ranked_plans.tied
+    over = [one.missing_bytes for one in ranked_plans.too_large]
     assert over == sorted(over) and over[0] > 0
 
 
@@ -151,8 +152,8 @@ def test_nothing_fits():
 def test_what_would_flip_the_choice(change: Callable[[Plan], Estimate], kind: str | None):
     """Only what is faster by more than a tie."""
     limits = Limits(64, layers=8, tensor=4)
-    found = search(price, limits, EIGHT)
-    flipped = flips(found, [Change("another", change)], limits, EIGHT)
+    ranked_plans = search(price, limits, EIGHT)
+    flipped = flips(ranked_plans, [Change("another", change)], limits, EIGHT)
     assert [(name, one.kind) for name, one in flipped] == ([("another", kind)] if kind else [])
 
 
@@ -164,13 +165,13 @@ def test_what_a_change_leaves_alone_is_not_priced_again():
         priced.append(plan)
         return price(plan, **changes)  # type: ignore[arg-type]
 
-    found = search(price, limits, EIGHT)
+    ranked_plans = search(price, limits, EIGHT)
     for options, alike in (({"message_s": 30.0}, "has_same_memory"), ({"memory_bytes": 1000}, "has_same_speed")):
         counts = []
         for known in ({}, {alike: True}):
             priced.clear()
             change = Change("another", partial(counted, **options), **known)  # type: ignore[arg-type]
-            counts.append((flips(found, [change], limits, EIGHT), len(set(priced))))
+            counts.append((flips(ranked_plans, [change], limits, EIGHT), len(set(priced))))
         assert counts[0][0] == counts[1][0] and counts[0][0]
         assert counts[1][1] < counts[0][1]
 
@@ -184,11 +185,11 @@ def test_what_can_not_be_better_under_a_change_is_not_priced(message_s: float):
         priced.append(plan)
         return price(plan, message_s=message_s)
 
-    found, counts = search(price, limits, EIGHT), []
+    ranked_plans, counts = search(price, limits, EIGHT), []
     for least_s in (lambda estimate: 0.0, lambda estimate: estimate.step_s):
         priced.clear()
         change = Change("slower links", slower, has_same_memory=True, least_s=least_s)
-        counts.append((flips(found, [change], limits, EIGHT), len(priced)))
+        counts.append((flips(ranked_plans, [change], limits, EIGHT), len(priced)))
     assert counts[0][0] == counts[1][0] and bool(counts[0][0]) == (message_s > 1)
     assert counts[1][1] < counts[0][1] / (1 if message_s > 1 else 3)
 

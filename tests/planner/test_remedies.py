@@ -55,15 +55,15 @@ def test_each_change_is_the_smallest_of_its_kind_that_fits(folder: Path) -> None
     cluster = gpus(1, 0.16)
     problem = PlanningProblem.of(asked.job(), device=cluster.first_here)
     assert problem.search(cluster).chosen is None
-    found = remedies(problem, cluster, asked.smaller(cluster))
-    changes = [remedy.change for remedy in found]
-    assert all(remedy.candidate.estimate.fits for remedy in found)
+    fitting_remedies = remedies(problem, cluster, asked.smaller(cluster))
+    changes = [remedy.change for remedy in fitting_remedies]
+    assert all(remedy.candidate.estimate.fits for remedy in fitting_remedies)
     assert changes[0] == "--lora 16 --weights bfloat16"
     assert changes[-1] == "devices of 8 GiB in place of 1"
     counts = [int(change.split()[0]) for change in changes if "devices in place" in change]
     for fewer in (number for number in (2, 3, 4) if counts and number < counts[0]):
         assert problem.search(cluster.resized(fewer)).chosen is None
-    lines = [str(remedy) for remedy in found]
+    lines = [str(remedy) for remedy in fitting_remedies]
     assert all("samples/s" in line and "MiB" in line for line in lines)
 
 

@@ -24,8 +24,8 @@ JOB = Job(model=lambda: torch.nn.Linear(2, 1), data=TensorDataset(torch.zeros(64
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with eight GPUs."""
-    found = [Device("cuda", index, 80 * 2**30, name="H100") for index in range(8)]
-    monkeypatch.setattr(cluster, "_gpus", lambda: found)
+    devices = [Device("cuda", index, 80 * 2**30, name="H100") for index in range(8)]
+    monkeypatch.setattr(cluster, "_gpus", lambda: devices)
     monkeypatch.setattr(cluster, "room", lambda index: FreeMemory(80 * 2**30))
     monkeypatch.setattr(cluster, "cards", lambda: (None,) * 8)
 
@@ -80,8 +80,8 @@ def test_ranks_of_several_hosts_share_no_gpu():
 
 def test_other_plans_are_for_gpus_alone():
     """Where a plan with servers doesn't fit, the others are not given its servers' CPUs."""
-    found = _as_many(settled("server=2 workers=2").cluster, Plan.parse("shard=4"))
-    assert names_of(found.devices) == "cuda:0,cuda:1,cuda:2,cuda:3"
+    resized = _as_many(settled("server=2 workers=2").cluster, Plan.parse("shard=4"))
+    assert names_of(resized.devices) == "cuda:0,cuda:1,cuda:2,cuda:3"
 
 
 @pytest.mark.parametrize(("spares", "plan", "devices", "procs", "ranks", "kept"), [

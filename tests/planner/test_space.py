@@ -40,10 +40,11 @@ def test_every_plan_uses_all_devices_and_is_legal(limit: Limits, shape: DeviceCo
 
 def test_no_way_to_split_is_left_out():
     """Of 8 devices in one node, a model of 8 layers: every product of four axes, three stages of sharding."""
-    found = {tuple(plan.axes.sizes()[axis] for axis in ("pipeline", "data", "shard", "tensor"))
-             for plan in splits(Limits(64, layers=8, tensor=8), DeviceCounts(8, 8))}
+    axis_sizes = {tuple(plan.axes.sizes()[axis] for axis in ("pipeline", "data", "shard", "tensor"))
+                  for plan in splits(Limits(64, layers=8, tensor=8), DeviceCounts(8, 8))}
     sides = [1, 2, 4, 8]
-    assert found == {(p, d, s, t) for p in sides for d in sides for s in sides for t in sides if p * d * s * t == 8}
+    assert axis_sizes == {(p, d, s, t) for p in sides for d in sides for s in sides for t in sides
+                          if p * d * s * t == 8}
 
 
 @given(st.integers(1, 300), st.sampled_from(["data=2", "single", "pipeline=4 data=2 microbatches=4", "shard=8"]))
@@ -58,8 +59,8 @@ def test_micro_batches_go_down_to_one_sample(batch: int, text: str):
 
 def test_schedules_of_a_pipeline():
     """Each that can run; interleaved ones only in whole rounds and with as many layers as stages."""
-    found = [str(plan) for plan in variants(Plan.parse("pipeline=4 microbatches=8"), Limits(64, layers=12))]
-    assert found == ["pipeline=4 schedule=gpipe microbatches=8",
+    plans = [str(plan) for plan in variants(Plan.parse("pipeline=4 microbatches=8"), Limits(64, layers=12))]
+    assert plans == ["pipeline=4 schedule=gpipe microbatches=8",
                      "pipeline=4 schedule=interleaved microbatches=8 virtual=2",
                      "pipeline=4 schedule=interleaved microbatches=8 virtual=3",
                      "pipeline=4 schedule=zero-bubble microbatches=8"]

@@ -67,7 +67,7 @@ def by_hand(job: paceline.Job, *, accumulate: int = 1, before_step: Callable[[in
             ) -> ByHand:
     """The loop of torch's documentation on one CPU, for losses that are means."""
     seed_model(job.seed)
-    model, found = job.model(), ByHand()
+    model, result = job.model(), ByHand()
     optimizer = job.optimizer(list(model.named_parameters()))
     schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
     scaler = torch.amp.GradScaler("cpu", enabled=job.precision == "fp16")
@@ -89,9 +89,9 @@ def by_hand(job: paceline.Job, *, accumulate: int = 1, before_step: Callable[[in
         is_skipped = scaler.get_scale() < scale
         if schedule is not None and not is_skipped:
             schedule.step()
-        found.losses.append(total)
-        found.scales.append(scale)
-        found.skipped.append(is_skipped)
-    found.weights = {name: p.detach() for name, p in model.named_parameters()}
-    found.rate = optimizer.param_groups[0]["lr"]
-    return found
+        result.losses.append(total)
+        result.scales.append(scale)
+        result.skipped.append(is_skipped)
+    result.weights = {name: p.detach() for name, p in model.named_parameters()}
+    result.rate = optimizer.param_groups[0]["lr"]
+    return result

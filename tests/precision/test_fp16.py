@@ -31,8 +31,8 @@ def trained(job: paceline.Job, plan: str, run: Path, **options: Any) -> tuple[di
     return summary, [line for line in lines if "loss" in line], load_file(run / "model.safetensors")
 
 
-def check(job: paceline.Job, expected: ByHand, found: Any, *, atol: float = 1e-3) -> None:
-    summary, lines, weights = found
+def check(job: paceline.Job, expected: ByHand, actual: Any, *, atol: float = 1e-3) -> None:
+    summary, lines, weights = actual
     assert [line["loss_scale"] for line in lines] == expected.scales
     assert [line.get("skipped", False) for line in lines] == expected.skipped
     assert summary["skipped_steps"] == sum(expected.skipped)

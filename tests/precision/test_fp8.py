@@ -40,9 +40,9 @@ def test_plans_equal_one_device(tmp_path: Path) -> None:
 
     assert all(w.dtype == torch.float32 for w in weights.values()) and weights.keys() == in_bf16.keys()
     for plan in ("data=2 accumulate=2", "shard=2 recompute=full"):
-        theirs, found = trained(plan, tmp_path / plan)
+        theirs, plan_weights = trained(plan, tmp_path / plan)
         assert theirs == pytest.approx(losses, rel=2e-3)
-        assert max((found[name] - w).abs().max() for name, w in weights.items()) < away / 2
+        assert max((plan_weights[name] - w).abs().max() for name, w in weights.items()) < away / 2
 
 
 @needs_torchao
@@ -54,11 +54,11 @@ def test_layers_that_do_not_fit_stay_and_are_named() -> None:
     hooked = nn.Linear(16, 16)
     hooked.register_forward_hook(lambda *_: None)
     model = nn.Sequential(first := nn.Linear(16, 32), nn.Linear(32, 3), Own(16, 16), hooked)
-    found = in_float8(model)
+    converted = in_float8(model)
 
-    assert {path: reason.split(",")[0] for path, reason in left_in_bf16(found).items()} == {
+    assert {path: reason.split(",")[0] for path, reason in left_in_bf16(converted).items()} == {
         "1": "has sides of 32 and 3", "2": "is a Own", "3": "has hooks"}
-    assert found[0].weight is first.weight and type(found[0]).__name__ == "Float8Rows"
+    assert converted[0].weight is first.weight and type(converted[0]).__name__ == "Float8Rows"
     with pytest.raises(JobError, match="no linear layer of the model can multiply in float8: '0' has sides of 4 and 4"):
         in_float8(nn.Sequential(nn.Linear(4, 4)))
 

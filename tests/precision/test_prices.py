@@ -38,11 +38,11 @@ def test_rates_are_those_of_the_data_sheets() -> None:
 def test_rates_are_dense_and_of_products_that_a_run_makes() -> None:
     """Sheets put the rates of half empty matrices (sparsity) first, twice as high. TF32 is half as fast as bf16 from
     Ampere and MI300 on, float8 twice as fast from Ada and Hopper on; on AMD's it is emulated."""
-    listed = {found.name: found for found in _listed()}
-    tf32 = {name: found.tf32_flops_per_s / found.bf16_flops_per_s for name, found in listed.items()
-            if found.tf32_flops_per_s is not None}
-    fp8 = {name: found.fp8_flops_per_s / found.bf16_flops_per_s for name, found in listed.items()
-           if found.fp8_flops_per_s is not None}
+    listed = {chip.name: chip for chip in _listed()}
+    tf32 = {name: chip.tf32_flops_per_s / chip.bf16_flops_per_s for name, chip in listed.items()
+            if chip.tf32_flops_per_s is not None}
+    fp8 = {name: chip.fp8_flops_per_s / chip.bf16_flops_per_s for name, chip in listed.items()
+           if chip.fp8_flops_per_s is not None}
 
     assert listed.keys() - tf32.keys() == {"K80", "P100", "V100", "V100-16", "T4", "MI250X", "TPUv4"}
     assert tf32.keys() - fp8.keys() == {"A10", "A100-40", "A100-80", "RTX3090", "MI300X"} and fp8.keys() < tf32.keys()

@@ -42,17 +42,19 @@ def test_a_mistake_is_found_in_every_precision(precision: Any, monkeypatch: pyte
 @pytest.mark.parametrize("precision", [pytest.param("fp16", marks=pytest.mark.slow), *OTHERS])
 def test_sound_plans_pass_in_every_precision(precision: Any) -> None:
     """Those in fp16 below, too, where steps are skipped."""
-    found = paceline.verify(make_job(precision=precision, clip=0.5), ["shard=2"], steps=2, resume="no")
+    certificates = paceline.verify(make_job(precision=precision, clip=0.5), ["shard=2"], steps=2, resume="no")
 
-    assert all(certificate.passed for certificate in found), [certificate.describe() for certificate in found]
+    assert all(certificate.passed for certificate in certificates), [
+        certificate.describe() for certificate in certificates]
 
 
 def test_skipped_steps_are_verified() -> None:
     """One device and the plan skip the same steps."""
     job = make_job(data=data(largest=8.0), loss=token_sum, optimizer=lambda named: torch.optim.SGD(named, lr=0.02))
-    found = paceline.verify(job, ["data=2 accumulate=2"], steps=5, resume="no")
+    certificates = paceline.verify(job, ["data=2 accumulate=2"], steps=5, resume="no")
 
-    assert all(certificate.passed for certificate in found), [certificate.describe() for certificate in found]
+    assert all(certificate.passed for certificate in certificates), [
+        certificate.describe() for certificate in certificates]
 
 
 def overflowing_whole(**changes: Any) -> paceline.Job:
@@ -68,13 +70,17 @@ def overflowing_whole(**changes: Any) -> paceline.Job:
 def test_a_plan_that_overflows_in_other_steps_is_held_against_a_batch_that_is_cut_alike(
         others: tuple[str, ...], tmp_path: Path) -> None:
     """The certificate says so. Each step that both take counts, and what is resumed and evaluated in float64."""
-    found = paceline.verify(overflowing_whole(), ["data=2", *others, "single recompute=full"], steps=4, run=tmp_path)
+    certificates = paceline.verify(overflowing_whole(), ["data=2", *others, "single recompute=full"], steps=4,
+                                   run=tmp_path)
 
-    assert all(certificate.passed for certificate in found), [certificate.describe() for certificate in found]
-    said = "step 1 overflows in float16 for the whole batch alone; so in fp16 the plan is held against one device that"
-    assert [said in (certificate.overflow or "") for certificate in found] == [True, *(True for _ in others), False]
-    assert all(certificate.resumed_from for certificate in found)
-    assert said.split(";")[0] in (tmp_path / "certificate.txt").read_text()
+    assert all(certificate.passed for certificate in certificates), [
+        certificate.describe() for certificate in certificates]
+    overflow_note = ("step 1 overflows in float16 for the whole batch alone; so in fp16 the plan is held against one "
+                     "device that")
+    assert [overflow_note in (certificate.overflow or "") for certificate in certificates] == [
+        True, *(True for _ in others), False]
+    assert all(certificate.resumed_from for certificate in certificates)
+    assert overflow_note.split(";")[0] in (tmp_path / "certificate.txt").read_text()
 
 
 def test_pieces_that_overflow_in_other_steps_are_no_yardstick(tmp_path: Path) -> None:

@@ -124,10 +124,10 @@ def unrolled(job: Job) -> Profile:
         return trace._fit(runs, (), trace.cast_parameters(job))
 
 
-def same(found: Profile, other: Profile) -> None:
+def same(profile: Profile, other: Profile) -> None:
     for field in fields(Profile):
         if not field.name.startswith("_"):
-            assert getattr(found, field.name) == getattr(other, field.name), field.name
+            assert getattr(profile, field.name) == getattr(other, field.name), field.name
 
 
 UNLIKE = (1, 2, 3, 4, 7, 8, 9)
@@ -308,9 +308,9 @@ def test_a_folded_model_costs_what_all_its_layers_do(rank: int):
     for text in PLANS:
         plan = Plan.parse(text)
         pair = (split, every) if plan.splits_model else (one, whole)
-        found, known = (estimate(each, plan, cluster, batch=16, precision="bf16") for each in pair)
-        assert found.step_s == pytest.approx(known.step_s, rel=1e-3), text
-        assert found.peak_memory_bytes == pytest.approx(known.peak_memory_bytes, rel=1e-3), text
+        folded_estimate, known = (estimate(each, plan, cluster, batch=16, precision="bf16") for each in pair)
+        assert folded_estimate.step_s == pytest.approx(known.step_s, rel=1e-3), text
+        assert folded_estimate.peak_memory_bytes == pytest.approx(known.peak_memory_bytes, rel=1e-3), text
 
 
 def test_a_large_model_that_looks_at_values_is_not_run_for_real():

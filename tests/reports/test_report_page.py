@@ -179,9 +179,9 @@ def record(**changes: Any) -> RunRecord:
 
 
 def test_the_longest_part_limits():
-    found = diagnose(record())
-    assert found.limit == MESSAGES and found.gain == pytest.approx(1 / (1 - found.share))
-    assert found.share == pytest.approx((0.010 - 0.0002) * 5 / 9 / (0.010 + 0.0001))
+    diagnosis = diagnose(record())
+    assert diagnosis.limit == MESSAGES and diagnosis.gain == pytest.approx(1 / (1 - diagnosis.share))
+    assert diagnosis.share == pytest.approx((0.010 - 0.0002) * 5 / 9 / (0.010 + 0.0001))
 
 
 @pytest.mark.parametrize(("changes", "limit", "gain"), [
@@ -189,8 +189,8 @@ def test_the_longest_part_limits():
     ({"core_wait_s": 0.5}, CORES, 10.1 / 5.2)])
 def test_what_can_be_avoided_is_named_first(changes: dict[str, Any], limit: str, gain: float):
     """Although messages take longer. The gain is what steps are faster without it."""
-    found = diagnose(record(**changes))
-    assert found.limit == limit and found.gain == pytest.approx(gain)
+    diagnosis = diagnose(record(**changes))
+    assert diagnosis.limit == limit and diagnosis.gain == pytest.approx(gain)
 
 
 def test_a_trace_measures_what_a_prediction_divides():

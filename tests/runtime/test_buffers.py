@@ -189,23 +189,23 @@ def test_state_that_changes_late_is_one_devices(run_ranks: Callable[..., Any], p
 def test_attributes_that_differ_are_named_once(run_ranks: Callable[..., Any], caplog: Any):
     """A whole number becomes the greatest, text stays as it is; each is told once by its name, and the run goes on."""
     def body(context: Any) -> list[str]:
-        said: list[str] = []
+        warnings: list[str] = []
         model = nn.Linear(2, 2)
         model.tokens, model.last = 0, ""
         buffers = ChangingBuffers(model)
         from paceline.launch.logs import logger
-        logger.warning = lambda text, *args: said.append(text % args)  # type: ignore[method-assign]
+        logger.warning = lambda text, *args: warnings.append(text % args)  # type: ignore[method-assign]
         for _ in range(2):
             model.tokens += 5 + context.rank
             model.last = f"of {context.rank}"
             buffers.meet(0.5, dist.group.WORLD, has_unsynced=bool(buffers.unsynced()))
-        return [str(model.tokens), model.last, *said]
+        return [str(model.tokens), model.last, *warnings]
 
-    for rank, (tokens, last, *said) in enumerate(run_ranks(body, 2)):
+    for rank, (tokens, last, *warnings) in enumerate(run_ranks(body, 2)):
         assert (tokens, last) == ("12", f"of {rank}")
-        assert len(said) == 2
-        assert "attribute 'tokens', which forwards change: all go on with the greatest" in said[0]
-        assert "attribute 'last', which forwards change: each goes on with its own" in said[1]
+        assert len(warnings) == 2
+        assert "attribute 'tokens', which forwards change: all go on with the greatest" in warnings[0]
+        assert "attribute 'last', which forwards change: each goes on with its own" in warnings[1]
 
 
 def test_a_cache_that_grows_with_its_inputs_is_left_alone(run_ranks: Callable[..., Any]):

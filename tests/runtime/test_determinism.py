@@ -86,11 +86,11 @@ def test_an_operator_without_a_deterministic_form_is_named():
 @pytest.mark.parametrize("text", ["{}", "RuntimeError: {}", "the loss failed\ntorch says: {}\nmore"])
 def test_names_of_several_words_are_whole(text: str):
     """As torch says them of CUDA's operators."""
-    said = "median CUDA with indices output does not have a deterministic implementation, but you set 'torch.use"
+    message = "median CUDA with indices output does not have a deterministic implementation, but you set 'torch.use"
     with pytest.raises(NotDeterministic, match="'median CUDA with indices output'"), deterministic_algorithms():
-        raise RuntimeError(text.format(said))
+        raise RuntimeError(text.format(message))
     with deterministic_algorithms(strict=False) as missing:
-        warnings.warn(said, stacklevel=1)
+        warnings.warn(message, stacklevel=1)
     assert missing == {"median CUDA with indices output"}
 
 

@@ -83,10 +83,10 @@ def test_equal_replicas_pass(run_ranks: Any):
 @pytest.mark.parametrize("odd", [0, 2])
 def test_the_rank_that_differs_is_named(run_ranks: Any, odd: int):
     """Every rank names the first tensor that differs, and the rank that is in the minority, also when it is 0."""
-    said = differing(run_ranks, {"data": 3, "shard": 1}, {odd: 2})
-    assert len(set(said)) == 1
-    assert f"replicas differ after step 4: 'b' on rank {odd} is not what the others hold" in said[0]
-    assert "2 of 3 tensors differ" in said[0]
+    messages = differing(run_ranks, {"data": 3, "shard": 1}, {odd: 2})
+    assert len(set(messages)) == 1
+    assert f"replicas differ after step 4: 'b' on rank {odd} is not what the others hold" in messages[0]
+    assert "2 of 3 tensors differ" in messages[0]
 
 
 def test_initial_weights_are_spoken_of_as_such(run_ranks: Any):
@@ -98,8 +98,8 @@ def test_initial_weights_are_spoken_of_as_such(run_ranks: Any):
 def test_shards_are_compared_with_the_same_shards(run_ranks: Any):
     """Ranks that hold other shards may hold other values; only ranks along the data axis are replicas."""
     assert differing(run_ranks, {"data": 2, "shard": 2}, {1: 0, 3: 0}) == ["", "", "", ""]
-    said = differing(run_ranks, {"data": 2, "shard": 2}, {3: 0})
-    assert ["between rank 1 and rank 3" in text for text in said] == [False, True, False, True]
+    messages = differing(run_ranks, {"data": 2, "shard": 2}, {3: 0})
+    assert ["between rank 1 and rank 3" in text for text in messages] == [False, True, False, True]
 
 
 def test_no_replicas_nothing_to_compare(run_ranks: Any):
@@ -159,8 +159,8 @@ def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_p
         if rank == 0 and step == 3:
             stepper.optimizer.state[stepper.model.weight]["exp_avg"].view(torch.int32)[1, 2] ^= 1
 
-    said = reported(run_ranks, disturb, steps=6, settings=Settings(tmp_path, (1, 1), save_every=2))
-    assert "replicas differ after step 4: 'optimizer/weight/exp_avg' differs between rank 0 and rank 1" in said
+    message = reported(run_ranks, disturb, steps=6, settings=Settings(tmp_path, (1, 1), save_every=2))
+    assert "replicas differ after step 4: 'optimizer/weight/exp_avg' differs between rank 0 and rank 1" in message
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
     assert open_checkpoint(tmp_path / "checkpoints" / "step-2").document["compared"] == 2
     assert len(list(tmp_path.glob("updated-*"))) == 4
@@ -172,16 +172,16 @@ def test_a_write_between_steps_is_blamed(run_ranks: Any):
         if rank == 1 and step == 1:
             stepper.model.weight.add_(1)
 
-    said = reported(run_ranks, disturb)
-    assert "after step 3: 'weight' differs between rank 0 and rank 1" in said
-    assert "written to between an update and the next forward on rank 1" in said
+    message = reported(run_ranks, disturb)
+    assert "after step 3: 'weight' differs between rank 0 and rank 1" in message
+    assert "written to between an update and the next forward on rank 1" in message
 
 
 def test_the_first_step_is_compared(run_ranks: Any):
     """What goes wrong in every step is found after one, and not after a hundred."""
-    said = reported(run_ranks, lambda stepper, step, rank: stepper.model.bias.data.add_(rank))
-    assert "after step 1: 'bias'" in said
-    assert "nothing but updates was seen to change this tensor" in said
+    message = reported(run_ranks, lambda stepper, step, rank: stepper.model.bias.data.add_(rank))
+    assert "after step 1: 'bias'" in message
+    assert "nothing but updates was seen to change this tensor" in message
 
 
 def test_a_comparison_reads_on_another_thread_what_stays(run_ranks: Any, monkeypatch: pytest.MonkeyPatch):
@@ -215,7 +215,8 @@ def test_a_comparison_reads_on_another_thread_what_stays(run_ranks: Any, monkeyp
             return str(error), comparison.held_alike()
         return "", {}
 
-    (said, first), (also_said, second) = run_ranks(body, 2)
-    assert said == also_said and "'optimizer/mean' differs between" in said and "(1 of 2 tensors differ)" in said
+    (message, first), (other_message, second) = run_ranks(body, 2)
+    assert (message == other_message and "'optimizer/mean' differs between" in message
+            and "(1 of 2 tensors differ)" in message)
     assert first.keys() == second.keys() == {"0,1"} and first["0,1"]["weight"] == second["0,1"]["weight"]
     assert first["0,1"]["optimizer/mean"] != second["0,1"]["optimizer/mean"]

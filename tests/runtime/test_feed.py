@@ -95,15 +95,15 @@ def test_a_sample_looks_the_same_after_a_seek():
     """A run resumed at any step, in the middle of an epoch too, gets what the uninterrupted one got."""
     walked = feed(Augmented())
     for step in (1, 4, 7):
-        found = feed(Augmented(), steps=range(step, 10))
-        assert [samples_of(batches) for _, batches in found] == [samples_of(b) for _, b in walked[step:]]
-        assert [window for window, _ in found] == [window for window, _ in walked[step:]]
+        windows = feed(Augmented(), steps=range(step, 10))
+        assert [samples_of(batches) for _, batches in windows] == [samples_of(b) for _, b in walked[step:]]
+        assert [window for window, _ in windows] == [window for window, _ in walked[step:]]
 
 
 def test_augmentation_differs_between_epochs():
     """A sample is not augmented in the same way every time."""
-    found = feed(Augmented(), batch=SAMPLES, steps=range(2))
-    first, second = ({row[0]: row[1:] for row in samples_of(batches)} for _, batches in found)
+    windows = feed(Augmented(), batch=SAMPLES, steps=range(2))
+    first, second = ({row[0]: row[1:] for row in samples_of(batches)} for _, batches in windows)
     assert first.keys() == second.keys()
     assert all(first[index] != second[index] for index in first)
 
@@ -137,8 +137,8 @@ def test_a_rank_without_samples_gets_a_stand_in():
 
 def test_drop_last_leaves_out_the_short_batch():
     """With drop_last every window is whole, and the next epoch begins where the short one would stand."""
-    found = feed(Augmented(), drop_last=True, steps=range(8))
-    assert [(window.epoch, window.count) for window, _ in found] == [(0, 5)] * 4 + [(1, 5)] * 4
+    windows = feed(Augmented(), drop_last=True, steps=range(8))
+    assert [(window.epoch, window.count) for window, _ in windows] == [(0, 5)] * 4 + [(1, 5)] * 4
 
 
 def tensors() -> TensorDataset:
@@ -211,9 +211,9 @@ def test_only_floating_point_tensors_change_their_type():
 
 def test_map_tensors_keeps_named_tuples():
     """The structure around the tensors is the user's and stays."""
-    found = map_tensors(lambda tensor: tensor + 1, {"pair": Pair(torch.zeros(1), (torch.ones(1), "text"))})
-    assert isinstance(found["pair"], Pair)
-    assert found["pair"].right == (torch.tensor([2.0]), "text")
+    mapped = map_tensors(lambda tensor: tensor + 1, {"pair": Pair(torch.zeros(1), (torch.ones(1), "text"))})
+    assert isinstance(mapped["pair"], Pair)
+    assert mapped["pair"].right == (torch.tensor([2.0]), "text")
 
 
 # --- Samples that are wrong -------------------------------------------------------------------------------------
@@ -268,9 +268,9 @@ class Broken(Slow):
 def test_an_item_that_raises_is_named(loader_workers: int, run_ranks: Any):
     """The index, the first exception and its line are told, the same from a loader worker as without one."""
     def body(context: Any) -> list[str]:
-        with pytest.raises(TrainingError) as found:
+        with pytest.raises(TrainingError) as raised:
             feed(Broken(tensors()), loader_workers=loader_workers, batch=SAMPLES, steps=range(1))
-        failure = failure_of(found.value, rank=0, sign=Heartbeat(1, "input", 0.0))
+        failure = failure_of(raised.value, rank=0, sign=Heartbeat(1, "input", 0.0))
         return [failure.message, failure.where, failure.trace]
 
     [[message, where, trace]] = run_ranks(body, 1)
@@ -304,8 +304,8 @@ def test_a_stream_is_used_once_in_its_order(shares: tuple[int, ...], num_microba
 def test_all_ranks_agree_on_the_end_of_a_stream():
     """The last, short window comes to every rank, with a stand-in for those that have nothing in it."""
     ranks = [feed(Numbers(11), shares=(1, 1, 1), rank=rank, epochs=1, steps=range(1000)) for rank in range(3)]
-    assert [[window.count for window, _ in found] for found in ranks] == [[5, 5, 1]] * 3
-    assert [[batch.samples for batch in found[-1][1]] for found in ranks] == [[1], [0], [0]]
+    assert [[window.count for window, _ in windows] for windows in ranks] == [[5, 5, 1]] * 3
+    assert [[batch.samples for batch in windows[-1][1]] for windows in ranks] == [[1], [0], [0]]
 
 
 def test_steps_go_on_over_the_ends_of_a_stream():
@@ -317,8 +317,8 @@ def test_a_stream_is_resumed_at_its_place():
     """A resumed run reads up to its place again and sees what the uninterrupted one saw, random draws too."""
     walked = feed(Numbers(12), epochs=3, steps=range(1000))
     for step in (1, 3, 7):
-        found = feed(Numbers(12), epochs=3, steps=range(step, 1000))
-        assert [samples_of(batches) for _, batches in found] == [samples_of(b) for _, b in walked[step:]]
+        windows = feed(Numbers(12), epochs=3, steps=range(step, 1000))
+        assert [samples_of(batches) for _, batches in windows] == [samples_of(b) for _, b in walked[step:]]
     assert feed(Numbers(12), epochs=1, steps=range(3, 1000)) == []
 
 
@@ -329,11 +329,11 @@ def test_a_stream_looks_the_same_on_any_rank():
     for rank in range(2):
         order = training_feed(job_of(Numbers(12), batch=5, epochs=1), order=None, part=DataShard((1, 1), rank, 1),
                               steps=range(9), loader_workers=0)
-        found = []
+        samples = []
         for _, batches in order:
             torch.rand(rank + 1)  # dropout, say
-            found.append(samples_of(batches))
-        parts.append(found)
+            samples.append(samples_of(batches))
+        parts.append(samples)
     assert [first + second for first, second in zip(*parts, strict=True)] == alone
 
 
@@ -378,21 +378,21 @@ def test_evaluation_counts_every_sample_once(data: Any, count: int, batch: int, 
     """Over one to four ranks each sample counts once and all ranks have equally many micro-batches."""
     ranks = [list(evaluation_feed(data, batch=batch, part=DataShard((1,) * count, rank, num_microbatches), seed=0))
              for rank in range(count)]
-    counted = [target for found in ranks for cut in found for target in cut.target[: cut.samples].tolist()]
+    counted = [target for cuts in ranks for cut in cuts for target in cut.target[: cut.samples].tolist()]
     assert sorted(counted) == list(range(SAMPLES))
-    assert len({len(found) for found in ranks}) == 1
-    assert all(len(cut.target) == (cut.samples or 1) for found in ranks for cut in found)
+    assert len({len(cuts) for cuts in ranks}) == 1
+    assert all(len(cut.target) == (cut.samples or 1) for cuts in ranks for cut in cuts)
 
 
 def test_fewer_samples_than_ranks_to_evaluate():
     """One sample on four ranks counts once."""
     data = TensorDataset(torch.zeros(1, 2), torch.zeros(1))
     ranks = [list(evaluation_feed(data, batch=8, part=DataShard((1,) * 4, rank, 1), seed=0)) for rank in range(4)]
-    assert [[cut.samples for cut in found] for found in ranks] == [[1], [0], [0], [0]]
+    assert [[cut.samples for cut in cuts] for cuts in ranks] == [[1], [0], [0], [0]]
 
 
 def test_evaluation_is_the_same_every_time():
     """Random draws of the data set are the same in every evaluation, on any number of ranks."""
     alone = samples_of(list(evaluation_feed(Augmented(), batch=8, part=DataShard((1,), 0, 1), seed=0)))
     ranks = [list(evaluation_feed(Augmented(), batch=8, part=DataShard((1, 1), rank, 1), seed=0)) for rank in range(2)]
-    assert sorted(alone) == sorted(row for found in ranks for row in samples_of(found))
+    assert sorted(alone) == sorted(row for cuts in ranks for row in samples_of(cuts))

@@ -43,7 +43,7 @@ def hosts() -> Iterator[list[HostCopies]]:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(logger, "warning", lines.append)
     return lines
@@ -84,7 +84,7 @@ def newest(hosts: list[HostCopies], run: Path, *, rank: int = 0, recorded: int =
     return opened[rank]
 
 
-def test_a_replica_reads_its_own_host(hosts: list[HostCopies], tmp_path: Path, said: list[str]):
+def test_a_replica_reads_its_own_host(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
     """The newest step that is recorded, though the last host has a newer copy."""
     for rank, host in enumerate(hosts):
         copy(host, {"data": 3}, rank, 4)
@@ -92,7 +92,7 @@ def test_a_replica_reads_its_own_host(hosts: list[HostCopies], tmp_path: Path, s
     copied = newest(hosts, tmp_path, rank=1, recorded=4)
     assert copied.step == 4 and copied.document == {"step": 4} and torch.equal(copied.read("parameters/w"), WHOLE + 4)
     assert not copied.memory._readers and "fingerprints/0,1,2" not in copied.tensors
-    assert said == ["the copies in memory of step 5 are passed over: that step is not recorded"]
+    assert warnings == ["the copies in memory of step 5 are passed over: that step is not recorded"]
 
 
 def test_a_new_host_reads_what_another_one_has(hosts: list[HostCopies], tmp_path: Path):
@@ -103,7 +103,7 @@ def test_a_new_host_reads_what_another_one_has(hosts: list[HostCopies], tmp_path
     assert set(copied.memory._readers) == {0}
 
 
-def test_a_lost_host_is_read_from_its_neighbour(hosts: list[HostCopies], tmp_path: Path, said: list[str]):
+def test_a_lost_host_is_read_from_its_neighbour(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
     """The step that all have; what the two that are left hold of a later one is not the whole."""
     for rank, host in enumerate(hosts):
         copy(host, {"shard": 3}, rank, 4)
@@ -112,11 +112,11 @@ def test_a_lost_host_is_read_from_its_neighbour(hosts: list[HostCopies], tmp_pat
     for rank in range(2):
         copied = newest(hosts[:2], tmp_path, rank=rank)
         assert copied.step == 4 and torch.equal(copied.read("parameters/w"), WHOLE + 4)
-    assert said == ["the copies in memory of step 6 are passed over: hosts that are here have 2 of its 3 parts"] * 2
+    assert warnings == ["the copies in memory of step 6 are passed over: hosts that are here have 2 of its 3 parts"] * 2
     assert newest(hosts, tmp_path).step == 6
 
 
-def test_parts_of_two_starts_are_not_put_together(hosts: list[HostCopies], tmp_path: Path, said: list[str]):
+def test_parts_of_two_starts_are_not_put_together(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
     for rank, host in enumerate(hosts[:2]):
         copy(host, {"shard": 2}, rank, 4)
     index = json.loads(hosts[1].memory.index(0, 4))
@@ -125,24 +125,25 @@ def test_parts_of_two_starts_are_not_put_together(hosts: list[HostCopies], tmp_p
     hosts[1].memory.read_into(0, 4, 0, memoryview(data))
     hosts[1].memory.keep(0, until=None)
     hosts[1].memory.write(0, 4, [memoryview(data)], json.dumps(index).encode())
-    assert newest(hosts[:2], tmp_path) is None and len(said) == 2
+    assert newest(hosts[:2], tmp_path) is None and len(warnings) == 2
 
 
-def test_copies_of_a_rank_that_differ_are_passed_over(hosts: list[HostCopies], tmp_path: Path, said: list[str]):
+def test_copies_of_a_rank_that_differ_are_passed_over(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
     """Its own and that of its neighbour, which is read where the rank's host is lost."""
     for rank, host in enumerate(hosts):
         copy(host, {"shard": 3}, rank, 4)
         copy(host, {"shard": 3}, (rank - 1) % 3, 4, slot=1, flip=rank == 2)
     assert newest(hosts, tmp_path) is None
-    assert said == ["the copies in memory of step 4 are passed over: "
-                    "two hosts have copies of rank 1's state that differ"]
+    assert warnings == ["the copies in memory of step 4 are passed over: "
+                        "two hosts have copies of rank 1's state that differ"]
 
 
-def test_replicas_that_differ_are_passed_over(hosts: list[HostCopies], tmp_path: Path, said: list[str]):
+def test_replicas_that_differ_are_passed_over(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
     for rank, host in enumerate(hosts):
         copy(host, {"data": 3}, rank, 4, flip=rank == 1)
     assert newest(hosts, tmp_path) is None
-    assert said == ["the copies in memory of step 4 are passed over: the state on rank 1 is not what the others hold"]
+    assert warnings == ["the copies in memory of step 4 are passed over: "
+                        "the state on rank 1 is not what the others hold"]
 
 
 def test_older_copies_than_the_checkpoint_do_not_count(hosts: list[HostCopies], tmp_path: Path):
@@ -171,8 +172,8 @@ def leave(host: HostCopies, axes: dict[str, int], rank: int, step: int, *, flip:
     num_parts = axes.get("shard", 1)
     rows = len(WHOLE) // num_parts
     first, states = rank % num_parts * rows, host.memory.live
-    held = (WHOLE[first:first + rows] + step).contiguous()
-    states.arena(0, held.nbytes)[:] = held.numpy().tobytes()
+    part = (WHOLE[first:first + rows] + step).contiguous()
+    states.arena(0, part.nbytes)[:] = part.numpy().tobytes()
     if flip:
         os.pwrite(states._arenas[0], b"\1", 5)
     stepper = stepper_of(axes, rank)
@@ -198,7 +199,7 @@ def test_the_state_itself_that_ranks_have_left(hosts: list[HostCopies], tmp_path
         assert set(host.memory.steps(0)) == {4, 8} and host.memory.live.index(0) is None
 
 
-def test_the_state_itself_that_is_not_whole(hosts: list[HostCopies], tmp_path: Path, said: list[str]):
+def test_the_state_itself_that_is_not_whole(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
     """A rank was lost in an update: all ranks read copies, and the others' state is left as it is."""
     for rank, host in enumerate(hosts):
         copy(host, {"shard": 3}, rank, 4)
@@ -206,16 +207,16 @@ def test_the_state_itself_that_is_not_whole(hosts: list[HostCopies], tmp_path: P
     hosts[1].memory.live.change(0)
     copied = newest(hosts, tmp_path, rank=2)
     assert copied.step == 4 and torch.equal(copied.read("parameters/w"), WHOLE + 4)
-    assert said == ["the state in memory of step 8 is passed over: hosts that are here have 2 of its 3 parts"]
+    assert warnings == ["the state in memory of step 8 is passed over: hosts that are here have 2 of its 3 parts"]
 
 
-def test_a_replica_that_was_whole_is_enough(hosts: list[HostCopies], tmp_path: Path, said: list[str]):
+def test_a_replica_that_was_whole_is_enough(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
     for rank, host in enumerate(hosts):
         leave(host, {"data": 3}, rank, 8, flip=rank == 1)
-    assert newest(hosts, tmp_path) is None and "rank 1 is not what the others hold" in said[0]
+    assert newest(hosts, tmp_path) is None and "rank 1 is not what the others hold" in warnings[0]
     hosts[1].memory.live.change(0)
     copied = newest(hosts, tmp_path, rank=1)
-    assert torch.equal(copied.read("parameters/w"), WHOLE + 8) and len(said) == 1
+    assert torch.equal(copied.read("parameters/w"), WHOLE + 8) and len(warnings) == 1
 
 
 def test_what_was_sent_stays_until_the_next_is(hosts: list[HostCopies]):

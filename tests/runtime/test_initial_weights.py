@@ -184,9 +184,9 @@ def test_verify_holds_the_weights_against_one_device(tmp_path: Path) -> None:
     job = make_job(tmp_path / "weights.safetensors")
 
     def skips(init: Any, shapes: Any, model: nn.Module) -> dict[str, str]:
-        found = matched(init, shapes, model)
-        found.pop("parameters/blocks.1.linear.bias")
-        return found
+        matches = matched(init, shapes, model)
+        matches.pop("parameters/blocks.1.linear.bias")
+        return matches
 
     certificates = verified(job, [("data=2", no_bug), (
         "data=2", lambda patch: patch.setattr("paceline.runtime.initial.matched", skips))])

@@ -19,8 +19,8 @@ SIZES = st.integers(1, 5000)
 @given(size=SIZES, seed=SEEDS)
 def test_a_permutation_holds_every_index_once(size: int, seed: int):
     """Any size and seed give a bijection of range(size)."""
-    found = Permutation(size, seed)(np.arange(size))
-    assert np.array_equal(np.sort(found), np.arange(size))
+    permuted = Permutation(size, seed)(np.arange(size))
+    assert np.array_equal(np.sort(permuted), np.arange(size))
 
 
 @pytest.mark.parametrize("size", [*range(1, 20), 255, 256, 257, 1023, 1024, 1025, 4096, 4097])
@@ -32,9 +32,9 @@ def test_a_permutation_of_an_awkward_size(size: int):
 @given(size=st.integers(2**20, 2**48), seed=SEEDS, positions=st.sets(st.integers(0, 2**20 - 1), max_size=50))
 def test_a_huge_permutation_needs_no_list(size: int, seed: int, positions: set[int]):
     """Any positions of a data set far larger than memory have distinct indices inside it."""
-    found = Permutation(size, seed)(np.array(sorted(positions), dtype=np.int64))
-    assert len(set(found.tolist())) == len(positions)
-    assert all(0 <= index < size for index in found.tolist())
+    permuted = Permutation(size, seed)(np.array(sorted(positions), dtype=np.int64))
+    assert len(set(permuted.tolist())) == len(positions)
+    assert all(0 <= index < size for index in permuted.tolist())
 
 
 @given(size=SIZES, seed=SEEDS, first=st.integers(0, 4999))
@@ -48,10 +48,10 @@ def test_positions_are_answered_one_by_one_as_together(size: int, seed: int, fir
 
 def test_a_permutation_looks_shuffled():
     """Neighbours do not stay together, and few indices keep their places."""
-    found = Permutation(5000, 3)(np.arange(5000))
-    assert np.sum(np.abs(np.diff(found)) == 1) < 20  # 2 are expected of a random order
-    assert np.sum(found == np.arange(5000)) < 10  # 1 is expected
-    assert abs(np.corrcoef(found, np.arange(5000))[0, 1]) < 0.06  # 4 sigma
+    permuted = Permutation(5000, 3)(np.arange(5000))
+    assert np.sum(np.abs(np.diff(permuted)) == 1) < 20  # 2 are expected of a random order
+    assert np.sum(permuted == np.arange(5000)) < 10  # 1 is expected
+    assert abs(np.corrcoef(permuted, np.arange(5000))[0, 1]) < 0.06  # 4 sigma
 
 
 @st.composite
@@ -112,9 +112,9 @@ def test_the_seed_and_the_epoch_decide_the_order():
     def sequence(seed: int, epoch: int) -> tuple[int, ...]:
         return tuple(Order(100, 10, seed).indices(epoch, range(100)))
 
-    found = {sequence(seed, epoch) for seed in range(5) for epoch in range(5)}
-    assert len(found) == 25
-    assert sequence(3, 2) in found
+    sequences = {sequence(seed, epoch) for seed in range(5) for epoch in range(5)}
+    assert len(sequences) == 25
+    assert sequence(3, 2) in sequences
 
 
 def test_the_order_is_the_same_everywhere():

@@ -117,10 +117,10 @@ def test_a_flipped_bit_is_found_and_its_rank_named(run_ranks: Any, tmp_path: Pat
     that was found right."""
     ended = trained(run_ranks, plan, tmp_path, 3, flip=f"{rank}@6:gradients", save_every=2)
     assert [end and end[1] for end in ended] == [place != rank for place in range(len(ended))]
-    (said,) = {end[0] for end in ended if end}
-    assert "gradients of step 6 are wrong before they are summed: two replicas computed 'inner.weight'" in said
-    assert f"and rank {rank} came to another result when it computed them again" in said
-    assert "after step 3, when gradients were last found right" in said and "passes over: step 4" in said
+    (message,) = {end[0] for end in ended if end}
+    assert "gradients of step 6 are wrong before they are summed: two replicas computed 'inner.weight'" in message
+    assert f"and rank {rank} came to another result when it computed them again" in message
+    assert "after step 3, when gradients were last found right" in message and "passes over: step 4" in message
     warned: list[str] = []
     checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=warned.append)
     assert checkpoint is not None and checkpoint.step == 2 and "SUSPECT" in warned[0]
@@ -217,8 +217,8 @@ def test_a_weight_that_flips_at_rest_is_found(run_ranks: Any, tmp_path: Path, pl
     rank = Plan.parse(plan).world_size - 1
     ended = trained(run_ranks, plan, tmp_path, 1, flip=f"{rank}@{step}", job=make_job(plain), save_every=2)
     assert [end and end[1] for end in ended] == [place != rank for place in range(len(ended))]
-    (said,) = {end[0] for end in ended if end and not end[1]}
-    assert re.search(rf"on rank {rank}, '\S+' changed after the update of step {step}, and nothing was seen", said)
+    (message,) = {end[0] for end in ended if end and not end[1]}
+    assert re.search(rf"on rank {rank}, '\S+' changed after the update of step {step}, and nothing was seen", message)
     checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=print)
     assert checkpoint is not None and checkpoint.step == {4: 2, 5: 4}[step]
 
@@ -230,9 +230,10 @@ def test_a_gradient_that_flips_is_found_without_replicas(run_ranks: Any, tmp_pat
     rank = Plan.parse(plan).world_size - 1
     ended = trained(run_ranks, plan, tmp_path, 2, flip=f"{rank}@6:gradients", job=make_job(plain))
     assert all(ended) and False in [end[1] for end in ended if end]
-    said = next(end[0] for end in ended if end and not end[1])
-    assert "of step 6 are wrong" in said and f"rank {rank} came to another result when it computed them again" in said
-    assert plan != "shard=2" or ("one of" not in said and [end[1] for end in ended if end] == [True, False])
+    message = next(end[0] for end in ended if end and not end[1])
+    assert ("of step 6 are wrong" in message
+            and f"rank {rank} came to another result when it computed them again" in message)
+    assert plan != "shard=2" or ("one of" not in message and [end[1] for end in ended if end] == [True, False])
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=2", *(
@@ -256,8 +257,8 @@ class WritesUnseen(Net):
 def test_what_forwards_write_unseen_is_left_out(run_ranks: Any, tmp_path: Path):
     """It shows in a launch's first comparison. What else changes is still found."""
     assert trained(run_ranks, "single", tmp_path / "right", 1, job=make_job(WritesUnseen)) == [None]
-    ((said, _),) = trained(run_ranks, "single", tmp_path / "wrong", 1, job=make_job(WritesUnseen), flip="0@4")
-    assert "on rank 0, 'inner.weight' changed after the update of step 4" in said
+    ((message, _),) = trained(run_ranks, "single", tmp_path / "wrong", 1, job=make_job(WritesUnseen), flip="0@4")
+    assert "on rank 0, 'inner.weight' changed after the update of step 4" in message
 
 
 def test_optimizer_state_that_flips_is_found(run_ranks: Any, tmp_path: Path):
@@ -277,8 +278,8 @@ def test_optimizer_state_that_flips_is_found(run_ranks: Any, tmp_path: Path):
 
         model[4].register_forward_pre_hook(forward)
 
-    ((said, _),) = trained(run_ranks, "single", tmp_path, 1, job=make_job(plain, clip=None), alter=alter)
-    assert "on rank 0, the optimizer's exp_avg of '4.weight' changed after the update of step" in said
+    ((message, _),) = trained(run_ranks, "single", tmp_path, 1, job=make_job(plain, clip=None), alter=alter)
+    assert "on rank 0, the optimizer's exp_avg of '4.weight' changed after the update of step" in message
 
 
 class Late(Net):
@@ -333,8 +334,8 @@ def test_a_buffer_that_flips_is_found(run_ranks: Any, tmp_path: Path, monkeypatc
         flip(-1 - called[-1].calls)
 
     monkeypatch.setattr(Writer, "poll", poll)
-    ((said, _),) = trained(run_ranks, "single", tmp_path, 1, job=make_job(Late, **more), alter=alter, save_every=2)
-    assert f"on rank 0, {says}" in said
+    ((message, _),) = trained(run_ranks, "single", tmp_path, 1, job=make_job(Late, **more), alter=alter, save_every=2)
+    assert f"on rank 0, {says}" in message
     checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=print)
     assert checkpoint is not None and checkpoint.step == (4 if call > 0 else 2)
 
@@ -407,8 +408,8 @@ def test_what_flips_in_a_step_of_ones_own_is_found(run_ranks: Any, tmp_path: Pat
     rank = Plan.parse(plan).world_size - 1
     ended = trained(run_ranks, plan, tmp_path, 1, job=own_job((what, moment, step, rank)), save_every=2)
     assert [end and end[1] for end in ended] == [place != rank for place in range(len(ended))]
-    (said,) = {end[0] for end in ended if end and not end[1]}
-    assert re.search(f"on rank {rank}, .*{says}", said)
+    (message,) = {end[0] for end in ended if end and not end[1]}
+    assert re.search(f"on rank {rank}, .*{says}", message)
     checkpoint = newest_checkpoint(tmp_path, accept=lambda saved: None, warn=print)
     assert checkpoint is not None and checkpoint.step == 4
 

@@ -91,12 +91,12 @@ def test_many_in_a_row_end_the_run():
 def test_a_restored_watch_judges_alike(losses, cut):
     """Its state goes through JSON in a checkpoint."""
     whole, first = Spikes("skip"), Spikes("skip")
-    said = [whole.judge(loss, loss) for loss in losses]
+    verdicts = [whole.judge(loss, loss) for loss in losses]
     before = [first.judge(loss, loss) for loss in losses[:cut]]
     then = Spikes("skip")
     then.restore(json.loads(json.dumps(first.to_dict())))
 
-    assert before + [then.judge(loss, loss) for loss in losses[cut:]] == said
+    assert before + [then.judge(loss, loss) for loss in losses[cut:]] == verdicts
 
 
 # --- Runs --------------------------------------------------------------------------------------------------------

@@ -43,9 +43,9 @@ class Phases:
 
     def measure(self, name: str, run: Callable[[], Any]) -> Any:
         reset_peak()
-        found = run()
+        result = run()
         self.peaks[name] = (resident_peak_bytes() - self.before) / WHOLE_BYTES
-        return found
+        return result
 
 
 def save(run: Any) -> None:
@@ -79,8 +79,8 @@ def test_the_whole_model_is_nowhere(plan: str, tmp_path: Path, run_ranks: Callab
         assert run.step == 1
         return phases.peaks
 
-    found = [*run_ranks(body, 4), *run_ranks(resume, 4)]
-    assert all(peak < 0.6 for rank in found for peak in rank.values()), found
+    peaks_by_rank = [*run_ranks(body, 4), *run_ranks(resume, 4)]
+    assert all(peak < 0.6 for rank in peaks_by_rank for peak in rank.values()), peaks_by_rank
     parts = list((tmp_path / "checkpoints/step-1").glob("rank-*.safetensors"))
     assert len(parts) == 4 and max(path.stat().st_size for path in parts) < 0.3 * WHOLE_BYTES
     checkpoint = open_checkpoint(tmp_path / "checkpoints/step-1")

@@ -41,8 +41,8 @@ def test_stand_ins_change_no_state(plan: str, calls: int, tmp_path: Path) -> Non
 
     paceline.train(job, plan, run=tmp_path)
 
-    found = load_file(tmp_path / "model.safetensors")
-    assert int(found["calls"]) == calls
+    state = load_file(tmp_path / "model.safetensors")
+    assert int(state["calls"]) == calls
 
 
 def test_what_no_file_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def trained(job: paceline.Job, plan: str, folder: Path) -> dict[str, Tensor]:
 def test_it_is_one_device_s(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:
     """Each replica looks up other rows of the table than the others."""
     expected = trained(job_of(model), "single", tmp_path / "single")
-    found = trained(job_of(model), plan, tmp_path / "plan")
+    state = trained(job_of(model), plan, tmp_path / "plan")
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(state[name].double(), tensor.double(), rtol=1e-10, atol=1e-12)
 
 
 class Centred(nn.Module):
@@ -96,9 +96,9 @@ def test_a_replica_that_had_no_samples_before_the_evaluation(plan: str, tmp_path
             optimizer=lambda named: torch.optim.SGD(named, lr=0.1), validation=TensorDataset(x[:8], x[:8, :3]))
 
     expected = trained(job(), "single", tmp_path / "single")
-    found = trained(job(), plan, tmp_path / "plan")
+    state = trained(job(), plan, tmp_path / "plan")
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-12)
 
 
 def test_the_evaluations_matter() -> None:

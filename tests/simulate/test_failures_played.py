@@ -34,10 +34,10 @@ def test_formula_and_simulation_agree_on_saves_beside_training(mtbf_s: float, wr
     failures = Failures(mtbf_s, write_s, 30.0, blocked_s=0.1 * write_s)
     interval_s = daly_interval_s(failures)
     assert interval_s >= 0.9 * write_s
-    found = goodput(failures, interval_s)
-    assert simulated_goodput(failures, interval_s, seed=1) == pytest.approx(found, rel=0.03)
+    formula_goodput = goodput(failures, interval_s)
+    assert simulated_goodput(failures, interval_s, seed=1) == pytest.approx(formula_goodput, rel=0.03)
     waits = Failures(mtbf_s, write_s, 30.0)
-    assert goodput(waits, daly_interval_s(waits)) < found
+    assert goodput(waits, daly_interval_s(waits)) < formula_goodput
     with pytest.raises(ValueError, match="waits no longer"):
         Failures(mtbf_s, write_s, 30.0, blocked_s=2 * write_s)
 
@@ -65,10 +65,10 @@ def test_what_llama_3_reported():
     num_gpus = 16_384
     state_s = 405e9 * 14 / (num_gpus * CHECKPOINT_BYTES_PER_S)
     failures = Failures(54 * 24 * HOUR_S / 419, state_s, RESTART_S + state_s)
-    found = goodput(failures, daly_interval_s(failures))
+    formula_goodput = goodput(failures, daly_interval_s(failures))
     assert failures.mtbf_s == pytest.approx(3.1 * HOUR_S, rel=0.01)
-    assert 0.90 < found < 0.97
-    assert simulated_goodput(failures, daly_interval_s(failures)) == pytest.approx(found, rel=0.01)
+    assert 0.90 < formula_goodput < 0.97
+    assert simulated_goodput(failures, daly_interval_s(failures)) == pytest.approx(formula_goodput, rel=0.01)
 
 
 def test_nothing_lasts_where_failures_come_faster_than_checkpoints():

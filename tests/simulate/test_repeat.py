@@ -41,23 +41,23 @@ def test_a_group_in_one_node_uses_its_links():
 
 def test_a_group_with_one_device_a_node_has_one_share_of_the_network():
     """Stride 4 in nodes of 4: a ring across."""
-    found = collective_s(Collective("all_gather", 40, 2, stride=4), NETWORK)
+    time_s = collective_s(Collective("all_gather", 40, 2, stride=4), NETWORK)
 
-    assert found == pytest.approx(0.5 + 20 / 10)
+    assert time_s == pytest.approx(0.5 + 20 / 10)
 
 
 def test_neighbours_in_a_node_drive_their_shares_together():
     """8 ranks on 2 nodes: 4 shares of 10 bytes a second, 1 hop across and 3 inside."""
-    found = collective_s(Collective("reduce_scatter", 80, 8), NETWORK)
+    time_s = collective_s(Collective("reduce_scatter", 80, 8), NETWORK)
 
-    assert found == pytest.approx(0.5 + 3 * 0.01 + 70 / 40)
+    assert time_s == pytest.approx(0.5 + 3 * 0.01 + 70 / 40)
 
 
 def test_an_all_reduce_across_many_nodes_goes_along_a_tree():
     """1024 nodes: 20 hops, not 2046."""
-    found = collective_s(Collective("all_reduce", 0.0, 1024, stride=4), NETWORK)
+    time_s = collective_s(Collective("all_reduce", 0.0, 1024, stride=4), NETWORK)
 
-    assert found == pytest.approx(2 * 10 * 0.5)
+    assert time_s == pytest.approx(2 * 10 * 0.5)
 
 
 @pytest.mark.parametrize(("servers", "colocated", "seconds"), [

@@ -71,9 +71,9 @@ def difference(job: Callable[[], paceline.Job], plan: str, folder: Path, *, sing
 
     single: a plan that cuts batches as one device is to do.
     """
-    expected, found = by_one_device(job(), single), trained(job(), plan, folder)
-    assert found.keys() == expected.keys()
-    return max(float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items())
+    expected, actual = by_one_device(job(), single), trained(job(), plan, folder)
+    assert actual.keys() == expected.keys()
+    return max(float((actual[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items())
 
 
 def refusal(job: paceline.Job, plan: str, folder: Path) -> str:

@@ -60,10 +60,10 @@ def assert_alike(job: paceline.Job, plan: str, folder: Path, *, reference: str =
     return expected
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], plan: str) -> None:
-    assert expected.keys() == found.keys()
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], plan: str) -> None:
+    assert expected.keys() == actual.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: (
+        torch.testing.assert_close(actual[name], value, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: (
             f"{name} under {plan}: {text}"))
 
 

@@ -62,8 +62,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        found = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop if self.training else 0.0)
-        return self.o(found.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop if self.training else 0.0)
+        return self.o(attended.transpose(1, 2).flatten(2))
 
 
 class Attention(nn.Module):
@@ -95,8 +95,8 @@ class Fused(nn.Module):
             q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         else:
             q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.split(x.shape[-1], -1))
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + self.dropout(self.o(found))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.dropout(self.o(attended))
         both = self.gated(x)
         gate, value = (both[..., :8], both[..., 8:]) if self.view else both.chunk(2, -1)
         return x + self.down(F.silu(gate) * value)

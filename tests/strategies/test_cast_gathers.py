@@ -109,8 +109,8 @@ def trained(made: paceline.Job, plan: str, run: Path) -> tuple[list[float], dict
 
 
 def test_only_what_autocast_casts_once_is_cast():
-    found = cast_parameters(job(Uses))
-    assert found == {"once.weight", "once.bias", "frozen.weight", "frozen.bias", "read.bias", "product",
+    names = cast_parameters(job(Uses))
+    assert names == {"once.weight", "once.bias", "frozen.weight", "frozen.bias", "read.bias", "product",
                      "convolution.weight", "convolution.bias", "evaluated.bias", "head.weight", "head.bias"}
 
 
@@ -126,8 +126,8 @@ def test_precisions(precision: str, cast: bool):
 
 def test_a_tied_head_is_left_in_float32():
     tied = DecoderSize(layers=1, hidden=32, heads=2, ffn=64, vocab=50, sequence=12, tied=True)
-    found = cast_parameters(job(lambda: Decoder(tied)))
-    assert "tokens.weight" not in found and any(name.startswith("blocks.0.") for name in found)
+    names = cast_parameters(job(lambda: Decoder(tied)))
+    assert "tokens.weight" not in names and any(name.startswith("blocks.0.") for name in names)
 
 
 @pytest.mark.sweep(1)

@@ -67,9 +67,9 @@ def test_what_is_not_finite_stays_so(form: str, value: float) -> None:
     """A gradient that overflowed is not hidden; zeros stay zeros."""
     values = torch.zeros(2 * BLOCK)
     values[3] = value
-    found = decode(form, encode(form, values), torch.float32)
+    decoded = decode(form, encode(form, values), torch.float32)
 
-    assert not found[3].isfinite() and (found[BLOCK:] == 0).all()
+    assert not decoded[3].isfinite() and (decoded[BLOCK:] == 0).all()
 
 
 def test_bytes_by_hand() -> None:
@@ -99,27 +99,27 @@ def gradient(number: int, rank: int, step: int) -> torch.Tensor:
 
 def sums(form: str, rank: int, steps: int) -> tuple[list[list[torch.Tensor]], Compressed]:
     made = Compressed(form, [torch.zeros(0, dtype=dtype) for dtype in DTYPES], SHAPES, dist.group.WORLD)
-    found = []
+    sums_by_step = []
     for step in range(steps):
         for number, memory in enumerate(made.memory):
             memory.copy_(gradient(number, rank, step))
             made.start(number)
         made.finish()
-        found.append([memory.clone() for memory in made.memory])
-    return found, made
+        sums_by_step.append([memory.clone() for memory in made.memory])
+    return sums_by_step, made
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_are_alike_on_all_ranks_and_near_the_exact_ones(run_ranks: Callable[..., list[Any]], ranks: int) -> None:
     """Rounded sums at once; the others together with what every rank has left for later. Bytes are as counted."""
     def body(context: Any, form: str) -> list[float]:
-        found, made = sums(form, context.rank, steps=3)
+        sums_by_step, made = sums(form, context.rank, steps=3)
         expected_bytes = 3 * sum(sent_bytes(form, shapes, dtype.itemsize, ranks)
                                  for shapes, dtype in zip(SHAPES, DTYPES, strict=True))
         assert made.sent_bytes == pytest.approx(expected_bytes)
         off = []
         for number in range(len(SHAPES)):
-            sent = torch.stack([step[number] for step in found])
+            sent = torch.stack([step[number] for step in sums_by_step])
             everyone = [torch.empty_like(sent) for _ in range(ranks)]
             dist.all_gather(everyone, sent)
             assert all(torch.equal(theirs, sent) for theirs in everyone)
@@ -197,17 +197,17 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(tmp_path: Path, plan: str) ->
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("before", "after", "said"), [
+@pytest.mark.parametrize(("before", "after", "message"), [
     ("data=3 compress=topk", "data=2 compress=topk", "3 replicas had not sent yet of their gradients is shared by 2"),
     ("data=2 compress=powersgd", "shard=2", "is dropped: this plan leaves nothing out"),
     ("data=2", "data=2 compress=topk", "resumed from step-4\n")])
 def test_a_resume_under_another_plan_says_what_becomes_of_the_rest(
-        tmp_path: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, said: str) -> None:
+        tmp_path: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, message: str) -> None:
     """It is shared by the new replicas, or dropped with a word."""
     train(tmp_path / "run", before, steps=4)
     train(tmp_path / "run", after, resume=True, steps=8)
 
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 class Remembered(dict[str, torch.Tensor]):

@@ -39,13 +39,13 @@ def collectives(text: str, *samples: float, kind="cpu", stream: str | None = Non
 
 
 def highest(text: str, *samples: float) -> dict[str, float]:
-    held: dict[str, float] = {}
+    bytes_by_ledger: dict[str, float] = {}
     most: dict[str, float] = {}
     for event in program(text, *samples):
         if isinstance(event, Allocate):
-            held[event.ledger] = held.get(event.ledger, 0) + event.num_bytes
-            most[event.ledger] = max(most.get(event.ledger, 0), held[event.ledger])
-            assert held[event.ledger] >= 0, (text, event)
+            bytes_by_ledger[event.ledger] = bytes_by_ledger.get(event.ledger, 0) + event.num_bytes
+            most[event.ledger] = max(most.get(event.ledger, 0), bytes_by_ledger[event.ledger])
+            assert bytes_by_ledger[event.ledger] >= 0, (text, event)
     return most
 
 
@@ -61,18 +61,18 @@ PLANS = ["single", "data=2", "shard=2", "shard=2 zero=2", "shard=2 zero=1", "dat
 @pytest.mark.parametrize("samples", [(2.0,), (2.0, 1.0), (2.0, 2.0, 1.0)])
 def test_what_is_taken_is_given_back(text, recompute, samples):
     """After a step a rank holds parameters, gradients, state; buckets, where gradients live elsewhere; and buffers."""
-    held: dict[str, float] = {}
+    bytes_by_ledger: dict[str, float] = {}
     for event in program(text + recompute, *samples):
         if isinstance(event, Allocate):
-            held[event.ledger] = held.get(event.ledger, 0) + event.num_bytes
-            assert held[event.ledger] > -1e-9, event
+            bytes_by_ledger[event.ledger] = bytes_by_ledger.get(event.ledger, 0) + event.num_bytes
+            assert bytes_by_ledger[event.ledger] > -1e-9, event
     ranks = Plan.parse(text).axes.shard
     whole = 2 * UNIT + ROOT
 
-    assert held["activations"] == pytest.approx(0)
+    assert bytes_by_ledger["activations"] == pytest.approx(0)
     buckets = (whole / ranks if "data=2 shard" in text else 0) + (2 * UNIT if "shard" in text else 0)
-    assert held.get("communication", 0) == buckets + (whole / ranks / 2 if "data=2" in text else 0)
-    assert (held["parameters"], held["gradients"], held["optimizer"]) == (
+    assert bytes_by_ledger.get("communication", 0) == buckets + (whole / ranks / 2 if "data=2" in text else 0)
+    assert (bytes_by_ledger["parameters"], bytes_by_ledger["gradients"], bytes_by_ledger["optimizer"]) == (
         whole / ranks, whole / ranks, 2 * whole / ranks)
 
 
@@ -202,11 +202,11 @@ def test_a_unit_is_gathered_before_it_is_recomputed():
 ])
 def test_stages_gather_and_reduce_as_often_as_they_say(text, microbatches, gathers, reductions):
     """Each unit and the root, so many times a step; gloo reduces the whole of it on every rank."""
-    found = collectives(text, *[1.0] * microbatches)
+    messages = collectives(text, *[1.0] * microbatches)
 
     for size, owners in ((UNIT, 2), (ROOT, 1)):
-        assert found.count(("all_gather", size, 2)) == gathers * owners
-        assert found.count(("all_reduce", size, 2)) == reductions * owners
+        assert messages.count(("all_gather", size, 2)) == gathers * owners
+        assert messages.count(("all_reduce", size, 2)) == reductions * owners
     assert "all_reduce" not in {kind for kind, size, _ in collectives(text, kind="cuda") if size in (UNIT, ROOT)}
 
 
@@ -229,12 +229,12 @@ def test_large_parameters_that_are_gathered_leave_holes():
 def test_stages_hold_less_from_one_to_three():
     """Stage 3 never has more than the root and one unit whole, stage 1 has whole gradients between micro-batches."""
     whole = 2 * UNIT + ROOT
-    held = {zero: highest(f"shard=2 zero={zero}", 1.0, 1.0) for zero in (1, 2, 3)}
+    peak_bytes = {zero: highest(f"shard=2 zero={zero}", 1.0, 1.0) for zero in (1, 2, 3)}
 
-    assert held[3]["parameters"] == whole / 2 + ROOT + UNIT
-    assert held[2]["parameters"] == held[1]["parameters"] == whole / 2 + whole
-    assert held[1]["gradients"] == whole + UNIT
-    assert held[2]["gradients"] == held[3]["gradients"] < whole
+    assert peak_bytes[3]["parameters"] == whole / 2 + ROOT + UNIT
+    assert peak_bytes[2]["parameters"] == peak_bytes[1]["parameters"] == whole / 2 + whole
+    assert peak_bytes[1]["gradients"] == whole + UNIT
+    assert peak_bytes[2]["gradients"] == peak_bytes[3]["gradients"] < whole
 
 
 def test_an_uneven_cut_is_rounded_up():
@@ -251,17 +251,17 @@ def test_a_parameter_with_a_sparse_gradient_stays_whole(text, samples, kind):
     """It is not gathered, and its gradient is summed at the end, at most as a dense one."""
     profile = replace(PROFILE, parameters=tuple(replace(p, is_sparse=p.name == "a") for p in PROFILE.parameters))
     events = step_program(profile, Plan.parse(text), kind, samples)
-    found = [(e.kind if e.name else "sparse", e.num_bytes) for e in events
-             if isinstance(e, Collective) and e.name not in ("meet", "roll")]
-    held: dict[str, float] = {}
+    messages = [(e.kind if e.name else "sparse", e.num_bytes) for e in events
+                if isinstance(e, Collective) and e.name not in ("meet", "roll")]
+    bytes_by_ledger: dict[str, float] = {}
     for event in events:
         if isinstance(event, Allocate):
-            held[event.ledger] = held.get(event.ledger, 0) + event.num_bytes
+            bytes_by_ledger[event.ledger] = bytes_by_ledger.get(event.ledger, 0) + event.num_bytes
 
-    assert found.count(("sparse", UNIT)) == 1
-    assert sum(name == "all_gather" and size == UNIT for name, size in found) == sum(
-        name == "all_gather" and size == ROOT for name, size in found) > 0  # of the other unit alone
-    assert (held["parameters"], held["gradients"]) == (UNIT + (UNIT + ROOT) / 2,) * 2
+    assert messages.count(("sparse", UNIT)) == 1
+    assert sum(name == "all_gather" and size == UNIT for name, size in messages) == sum(
+        name == "all_gather" and size == ROOT for name, size in messages) > 0  # of the other unit alone
+    assert (bytes_by_ledger["parameters"], bytes_by_ledger["gradients"]) == (UNIT + (UNIT + ROOT) / 2,) * 2
 
 
 def test_sharding_stops_a_cpu_and_runs_beside_a_gpu():
@@ -279,24 +279,24 @@ def test_ranks_call_the_roll_before_each_unit_and_at_the_end_of_forward():
 
 def test_hybrid_reduces_local_shards_over_the_replicas():
     """Each rank's half of the gradients, over the data axis alone."""
-    found = collectives("data=3 shard=2", kind="cuda")
+    messages = collectives("data=3 shard=2", kind="cuda")
 
-    assert [c for c in found if c[0] == "all_reduce"] == [("all_reduce", (2 * UNIT + ROOT) / 2, 3)]
-    assert {c[2] for c in found if c[0] != "all_reduce"} == {2}
+    assert [c for c in messages if c[0] == "all_reduce"] == [("all_reduce", (2 * UNIT + ROOT) / 2, 3)]
+    assert {c[2] for c in messages if c[0] != "all_reduce"} == {2}
 
 
 def test_rooms_hook_into_moments_that_exist():
     """A misspelt moment would never come."""
     from paceline.strategies.costs import Footprint, Step
 
-    held = Footprint(*({p.name: p.num_bytes for p in PROFILE.parameters} for _ in range(3)))
+    footprint = Footprint(*({p.name: p.num_bytes for p in PROFILE.parameters} for _ in range(3)))
     plans = [Plan.parse(text) for text in ("data=2 shard=2 recompute=full compile=blocks", "data=2 local=4", "tensor=2",
                                            "server=1 workers=2")]
 
     for strategy in BUILT_IN:
         if strategy.cost is not None:
             plan = next(plan for plan in plans if strategy.is_active(plan))
-            step = Step(PROFILE, plan, "cpu", (1.0,), held)
+            step = Step(PROFILE, plan, "cpu", (1.0,), footprint)
             assert set(strategy.cost.enter(step)) <= {name for name, _ in moments(step)}
 
 

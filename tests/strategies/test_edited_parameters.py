@@ -215,8 +215,8 @@ def test_stand_ins_leave_no_trace_in_buffers(model: type[nn.Module], tmp_path: P
     """A window of one sample: three micro-batches of each replica, and all of the second one's, are stand-ins."""
     job = stateful_job(model, samples=25, steps=3)
     expected = by_one_device(job, "data=2 accumulate=4")
-    found = trained(job, "pipeline=2 shard=2 microbatches=4", tmp_path)
-    torch.testing.assert_close(found["seen"], expected["seen"])
+    state = trained(job, "pipeline=2 shard=2 microbatches=4", tmp_path)
+    torch.testing.assert_close(state["seen"], expected["seen"])
 
 
 class ThroughData(TwoNets):

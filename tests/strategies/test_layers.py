@@ -57,9 +57,9 @@ def test_it_costs_what_the_model_by_dimensions_does(text: str, layers: Profile):
     def guess(profile: Profile) -> Estimate:
         return estimate(profile, Plan.parse(text), Cluster.parse("8xA100"), batch=64)
 
-    found, known = guess(layers), guess(decoder_profile(SIZE))
-    assert found.step_s == pytest.approx(known.step_s, rel=PLANS[text])
-    assert found.peak_memory_bytes == pytest.approx(known.peak_memory_bytes, rel=PLANS[text])
+    estimated, known = guess(layers), guess(decoder_profile(SIZE))
+    assert estimated.step_s == pytest.approx(known.step_s, rel=PLANS[text])
+    assert estimated.peak_memory_bytes == pytest.approx(known.peak_memory_bytes, rel=PLANS[text])
 
 
 class Tapered(nn.Module):
@@ -83,6 +83,6 @@ def test_layers_that_differ_are_dealt_by_their_work():
     profile = LazyPieces(job, profile_job(job)).layers()
     assert profile.parameter_bytes == 4 * sum(p.numel() for p in Tapered().parameters())
 
-    found = estimate(profile, Plan.parse("pipeline=2 data=2 microbatches=4"), Cluster.parse("4xA100"), batch=64)
-    first, second = (need.ledger["parameters"] for need in found.needs)
+    estimated = estimate(profile, Plan.parse("pipeline=2 data=2 microbatches=4"), Cluster.parse("4xA100"), batch=64)
+    first, second = (need.ledger["parameters"] for need in estimated.needs)
     assert first > 2 * second > 0

@@ -85,8 +85,8 @@ def test_a_weight_of_three_modules() -> None:
     (odd.ForceField, "the forward takes gradients with torch.autograd")])
 def test_what_is_refused(model: Callable[[], nn.Module], words: str, tmp_path: Path) -> None:
     """What the model's own forward does that no graph holds, by name, with a plan that works."""
-    said = odd.refusal(odd.job_of(model), "pipeline=2", tmp_path)
-    assert words in said and "data=N" in said
+    message = odd.refusal(odd.job_of(model), "pipeline=2", tmp_path)
+    assert words in message and "data=N" in message
 
 
 def penalty() -> dict[str, Any]:
@@ -160,8 +160,8 @@ def test_a_loss_that_writes_to_the_output() -> None:
 def test_losses_that_look_at_the_model(job: Callable[[], dict[str, Any]], words: str, plan: str,
                                        tmp_path: Path) -> None:
     """They are refused at once, by name."""
-    said = odd.refusal(odd.job_of(**job()), plan, tmp_path)
-    assert words in said and "data=N" in said
+    message = odd.refusal(odd.job_of(**job()), plan, tmp_path)
+    assert words in message and "data=N" in message
 
 
 def weighted() -> paceline.Job:

@@ -168,10 +168,10 @@ def test_it_is_among_the_relaxed_plans_and_has_a_price():
 
     job, cluster = make_job(precision="float32"), Cluster.local(num_ranks=4)
     profile = profile_job(job)
-    found, single = (estimate(profile, Plan.parse(text), cluster, batch=BATCH, precision="float32")
-                     for text in ("gossip=4", "data=4"))
-    assert found.step_s > 0 and found.ledger["communication"] >= 3 * profile.parameter_bytes > 0
-    assert single.ledger.get("communication", 0) < found.ledger["communication"]
+    estimated, single = (estimate(profile, Plan.parse(text), cluster, batch=BATCH, precision="float32")
+                         for text in ("gossip=4", "data=4"))
+    assert estimated.step_s > 0 and estimated.ledger["communication"] >= 3 * profile.parameter_bytes > 0
+    assert single.ledger.get("communication", 0) < estimated.ledger["communication"]
 
 
 @pytest.mark.usefixtures("gossip")

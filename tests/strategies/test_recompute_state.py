@@ -98,9 +98,9 @@ def test_state_changes_once_in_each_micro_batch():
 @pytest.mark.parametrize("name", ["codebook", "batch_norm", "attributes"])
 def test_blocks_that_are_sharded_too(name: str, tmp_path: Path):
     """FSDP2 gathers a block for the second forward, and the state is still as it was in the first."""
-    found, expected = (trained(stateful_job(MODELS[name]), plan, tmp_path)
-                       for plan in ("shard=2 recompute=full", "shard=2"))
-    assert_same(found, expected, "shard=2 recompute=full")
+    actual, expected = (trained(stateful_job(MODELS[name]), plan, tmp_path)
+                        for plan in ("shard=2 recompute=full", "shard=2"))
+    assert_same(actual, expected, "shard=2 recompute=full")
 
 
 @pytest.mark.sweep(1)

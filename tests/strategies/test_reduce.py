@@ -24,14 +24,14 @@ def fill(reduction: Reduction, rank: int, step: int) -> None:
 
 def sums(made: Reduction, rank: int) -> list[list[torch.Tensor]]:
     """What is in the buckets after each of three steps."""
-    found = []
+    sums_by_step = []
     for step in range(3):
         fill(made, rank, step)
         for number in range(len(SIZES)):
             made.start(number)
         made.finish()
-        found.append([memory.clone() for memory in made.memory])
-    return found
+        sums_by_step.append([memory.clone() for memory in made.memory])
+    return sums_by_step
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -36,38 +36,38 @@ def forward(called: OrderCheck, units: Sequence[int]) -> None:
 
 
 def test_what_always_came_next_is_not_asked_again():
-    found = Alone()
+    check = Alone()
     for _ in range(ALIKE + 5):
-        forward(found, [0, 1])
-    assert found.asked == [(0, False), (1, False), (3, False)] * ALIKE
+        forward(check, [0, 1])
+    assert check.asked == [(0, False), (1, False), (3, False)] * ALIKE
 
 
 def test_ranks_that_do_not_expect_ask_each_time():
-    found = Alone(expects=False)
+    check = Alone(expects=False)
     for _ in range(ALIKE + 5):
-        forward(found, [0])
-    assert found.asked == [(0, False), (3, False)] * (ALIKE + 5)
+        forward(check, [0])
+    assert check.asked == [(0, False), (3, False)] * (ALIKE + 5)
 
 
 @pytest.mark.parametrize("expects", [True, False])
 def test_ways_without_number_are_not_kept(monkeypatch: pytest.MonkeyPatch, expects: bool):
     monkeypatch.setattr(order_check, "MOST_PLACES", 7)
-    found = Alone(expects=expects)
+    check = Alone(expects=expects)
     for number in range(200):
-        forward(found, [number >> bit & 1 for bit in range(8)])
-    assert found.num_places == (7 if expects else 0)
+        forward(check, [number >> bit & 1 for bit in range(8)])
+    assert check.num_places == (7 if expects else 0)
 
 
 def test_another_way_is_asked_and_then_so_is_every_choice_there():
-    found = Alone()
+    check = Alone()
     for _ in range(ALIKE):
-        forward(found, [0, 1])
-    found.asked.clear()
-    forward(found, [0, 2])
-    assert found.asked == [(2, True), (3, False)]
-    found.asked.clear()
-    forward(found, [0, 1])
-    assert found.asked == [(1, False)]
+        forward(check, [0, 1])
+    check.asked.clear()
+    forward(check, [0, 2])
+    assert check.asked == [(2, True), (3, False)]
+    check.asked.clear()
+    forward(check, [0, 1])
+    assert check.asked == [(1, False)]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30))
@@ -83,17 +83,17 @@ def test_a_rank_that_asks_is_never_alone_among_ranks_that_go_alike(forwards: lis
 
 def _run(context: Any, ways: list[list[int]]) -> str:
     order_check.PATIENCE_S = 2.0
-    found = OrderCheck(UNITS, dist.new_group([0, 1], backend="gloo"), [0, 1], expects=True)
+    check = OrderCheck(UNITS, dist.new_group([0, 1], backend="gloo"), [0, 1], expects=True)
     for _ in range(ALIKE + 1):
-        forward(found, [0, 1])
+        forward(check, [0, 1])
     try:
-        forward(found, ways[context.rank])
+        forward(check, ways[context.rank])
     except TrainingError as error:
         return error.args[0]
     return "went on"
 
 
-@pytest.mark.parametrize(("ways", "said"), [
+@pytest.mark.parametrize(("ways", "messages"), [
     ([[0, 1], [0, 1]], ["went on"] * 2), ([[0, 2], [0, 2]], ["went on"] * 2),
     ([[0, 2], [0, 1]], ["this rank calls 'c', and the ranks that it shares parameters with did not within 2 s: a rank "
                         "that goes on as before calls 'b'", "went on"]),
@@ -101,5 +101,5 @@ def _run(context: Any, ways: list[list[int]]) -> str:
                      "not within 2 s: a rank that goes on as before calls 'b'"]),
     ([[0, 2], [0]], ["ranks that share parameters call different blocks of the model: rank 0 calls 'c', rank 1 is at "
                      "the end of forward"] * 2)])
-def test_ranks_that_part_are_named(run_ranks: RunRanks, ways: list[list[int]], said: list[str]):
-    assert run_ranks(lambda context: _run(context, ways), 2) == said
+def test_ranks_that_part_are_named(run_ranks: RunRanks, ways: list[list[int]], messages: list[str]):
+    assert run_ranks(lambda context: _run(context, ways), 2) == messages

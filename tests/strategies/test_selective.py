@@ -84,9 +84,9 @@ def test_what_lies_between_the_products_is_not_kept(attend: Callable[..., Tensor
     torch.manual_seed(0)
     block, x = Block(attend), torch.randn(SAMPLES, LENGTH, WIDTH)
     with torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext():
-        (expected, whole), (found, less) = (step(block, x, selective=selective) for selective in (False, True))
+        (expected, whole), (actual, less) = (step(block, x, selective=selective) for selective in (False, True))
 
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert whole - less >= spared * SCORES_BYTES * (0.5 if precision == "bf16" else 1)
     if not spared:
         assert whole == less
@@ -144,6 +144,6 @@ def test_plans_are_what_one_device_computes(plan: str):
     job = paceline.Job(model=Net, data=TensorDataset(x, x.mean((1, 2), keepdim=True)[..., 0].expand(-1, WIDTH)),
                        loss=F.mse_loss, optimizer=lambda named: torch.optim.AdamW(named), batch=8, steps=2,
                        precision="float64")
-    found = paceline.verify(job, [f"{plan} recompute=selective"], resume="no")
+    certificates = paceline.verify(job, [f"{plan} recompute=selective"], resume="no")
 
-    assert [one.verdict for one in found] == ["passed"]
+    assert [one.verdict for one in certificates] == ["passed"]

@@ -41,10 +41,10 @@ class Counting(nn.Module):
 def test_micro_batches_without_samples_change_nothing(plan: str, forwards: int, backwards: int, tmp_path: Path):
     """Windows of 12, 12 and one sample: four, four and one micro-batch, or for each of two replicas two, two, and one
     or none. A buffer of whole numbers in floating point becomes the mean over the samples."""
-    found = trained(stateful_job(Counting, samples=25, steps=3), plan, tmp_path)
-    assert found["forwards"].item() == forwards
-    assert found["backwards"].item() == backwards
-    assert found["edits"].tolist() == [forwards] * 4
+    state = trained(stateful_job(Counting, samples=25, steps=3), plan, tmp_path)
+    assert state["forwards"].item() == forwards
+    assert state["backwards"].item() == backwards
+    assert state["edits"].tolist() == [forwards] * 4
 
 
 @pytest.mark.checked_runs
@@ -80,5 +80,5 @@ class Edited(nn.Module):
                                   "place=auto parts=2 accumulate=4"])
 def test_stages_leave_them_out(plan: str, tmp_path: Path):
     """Every rank's order of actions goes on without them."""
-    found = trained(stateful_job(Targeted, samples=25, steps=3), plan, tmp_path)
-    assert found["counting.edits"].tolist() == [9] * 8
+    state = trained(stateful_job(Targeted, samples=25, steps=3), plan, tmp_path)
+    assert state["counting.edits"].tolist() == [9] * 8

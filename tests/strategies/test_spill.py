@@ -109,19 +109,19 @@ def test_weights_are_those_of_the_whole_build(name: str, monkeypatch: pytest.Mon
     with spill.building():
         model = built(MODELS[name])
     draws = (torch.rand(3), np.random.random(3))
-    held = [spill.holds(tensor) for tensor in tensors_of(model).values()]
-    assert sum(held) >= 0.7 * len(held)
+    is_spilled = [spill.holds(tensor) for tensor in tensors_of(model).values()]
+    assert sum(is_spilled) >= 0.7 * len(is_spilled)
 
     for _ in range(2):
-        found = tensors_of(model)
+        tensors = tensors_of(model)
         for tensor_name, expected in tensors_of(whole).items():
-            assert torch.equal(found[tensor_name], expected), tensor_name
-            assert found[tensor_name].stride() == expected.stride(), tensor_name
-            assert found[tensor_name].requires_grad == expected.requires_grad
+            assert torch.equal(tensors[tensor_name], expected), tensor_name
+            assert tensors[tensor_name].stride() == expected.stride(), tensor_name
+            assert tensors[tensor_name].requires_grad == expected.requires_grad
         assert [n for n, _ in model.named_parameters()] == [n for n, _ in whole.named_parameters()]
         assert torch.equal(draws[0], next_draws[0]) and np.array_equal(draws[1], next_draws[1])
-        spill.bring_in(found.values())
-        assert not any(spill.holds(tensor) for tensor in found.values())
+        spill.bring_in(tensors.values())
+        assert not any(spill.holds(tensor) for tensor in tensors.values())
     if name == "odd":
         with torch.no_grad():
             model.scaled += 1

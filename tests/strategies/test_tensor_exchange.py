@@ -16,7 +16,7 @@ from paceline.strategies.tensor.program import ProgramRecorder
 PLACEMENTS: tuple[Placement, ...] = (None, Cut(0), Cut(1), Cut(2), Cut(1, 2), Sum(), Sum(mean=True))
 
 
-def held(whole: Tensor, placement: Placement, exchanges: Exchanges) -> Tensor:
+def shard_of(whole: Tensor, placement: Placement, exchanges: Exchanges) -> Tensor:
     """What a rank has of a tensor; of sums each has an unequal share."""
     if isinstance(placement, Cut):
         return exchanges.local_slice(placement)(whole)
@@ -40,15 +40,15 @@ def test_every_move_keeps_the_value_and_its_gradient(run_ranks: Callable[..., An
                     move = exchanges.between(before, after)
                 except NotImplementedError:
                     continue
-                given = held(whole, before, exchanges).clone().requires_grad_()
+                given = shard_of(whole, before, exchanges).clone().requires_grad_()
                 moved = move(given)
-                gradient = held(weight, after, exchanges) if isinstance(after, Cut) else weight
+                gradient = shard_of(weight, after, exchanges) if isinstance(after, Cut) else weight
                 (moved * gradient).sum().backward()
-                expected = held(weight, before, exchanges) if isinstance(before, Cut) else weight
+                expected = shard_of(weight, before, exchanges) if isinstance(before, Cut) else weight
                 if isinstance(before, Sum) and before.mean:
                     expected = expected / 2
                 total = exchanges.summed()(moved.detach()) if isinstance(after, Sum) else moved.detach()
-                value = held(whole, after, exchanges) if isinstance(after, Cut) else whole
+                value = shard_of(whole, after, exchanges) if isinstance(after, Cut) else whole
                 if not torch.allclose(total, value) or not torch.allclose(given.grad, expected):  # type: ignore
                     wrong.append(f"{before} -> {after}")
         return wrong

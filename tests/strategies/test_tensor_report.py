@@ -22,9 +22,9 @@ def test_shares_of_what_stays_whole() -> None:
     norm = "layer_norm takes it whole"
     whole = {"layers.0.norm.weight": norm, "layers.1.norm.weight": norm, "rnn.weight": "lstm takes it whole"}
 
-    found = groups(sizes, whole)
+    whole_groups = groups(sizes, whole)
 
-    assert [(group.names, group.parameters, group.share) for group in found] == [
+    assert [(group.names, group.parameters, group.share) for group in whole_groups] == [
         ("rnn.weight", 60, 0.3), ("layers.*.norm.weight", 20, 0.1)]
 
 
@@ -33,12 +33,12 @@ def test_the_lines_that_are_shown() -> None:
     tensors = {"rnn.weight": nn.Parameter(torch.zeros(300)), "norm.weight": nn.Parameter(torch.zeros(1)),
                "out.weight": nn.Parameter(torch.zeros(699))}
 
-    found = report(tensors, {"rnn.weight": "lstm takes it whole", "norm.weight": "why"}, ("a note",), ranks=4)
+    split_report = report(tensors, {"rnn.weight": "lstm takes it whole", "norm.weight": "why"}, ("a note",), ranks=4)
 
-    assert found.lines == ("tensor=4 splits 69.9 % of 1,000 parameters; whole on every rank: "
-                           "rnn.weight 30 % (lstm takes it whole), others 0.1 %", "a note")
-    assert [group["names"] for group in found.document["whole"]] == ["rnn.weight", "norm.weight"]
-    assert found.document["split_share"] == pytest.approx(0.699)
+    assert split_report.lines == ("tensor=4 splits 69.9 % of 1,000 parameters; whole on every rank: "
+                                  "rnn.weight 30 % (lstm takes it whole), others 0.1 %", "a note")
+    assert [group["names"] for group in split_report.document["whole"]] == ["rnn.weight", "norm.weight"]
+    assert split_report.document["split_share"] == pytest.approx(0.699)
 
 
 WHOLE = [
@@ -55,10 +55,10 @@ WHOLE = [
 def test_what_cannot_be_split_is_said(cases: list[tuple[Callable[[], nn.Module], str]], ranks: int,
                                       run_ranks: Callable[..., Any]) -> None:
     """Heads and sizes that don't divide, operators without a rule: each with the module and what would do."""
-    found = run_ranks(lambda context: [laid_out(job_of(model), f"tensor={ranks}", context).layout.report.lines
-                                       for model, _ in cases], ranks)
+    lines_by_rank = run_ranks(lambda context: [laid_out(job_of(model), f"tensor={ranks}", context).layout.report.lines
+                                               for model, _ in cases], ranks)
 
-    for (_, words), lines in zip(cases, found[0], strict=True):
+    for (_, words), lines in zip(cases, lines_by_rank[0], strict=True):
         assert words in "\n".join(lines)
 
 

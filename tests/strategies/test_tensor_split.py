@@ -43,8 +43,8 @@ def seen() -> dict[str, list[Any]]:
     def body(context: Any) -> dict[str, Any]:
         return {name: _taken(take, context) for name, take in LOOKS.items()}
 
-    found = run_local(body, Cluster.local("cpu:0-1").devices)
-    return {name: [of_rank[name] for of_rank in found] for name in LOOKS}
+    looks_by_rank = run_local(body, Cluster.local("cpu:0-1").devices)
+    return {name: [of_rank[name] for of_rank in looks_by_rank] for name in LOOKS}
 
 
 def _taken(take: Callable[[Any], Any], context: Any) -> Any:
@@ -69,9 +69,9 @@ def small_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cuts(stepper: Any) -> dict[str, tuple[int, int]]:
     """Dim and blocks of every weight of the blocks that is cut."""
-    found = {name: cut_of_placement(p.placements[0]) for name, p in stepper.local_parameters.items()
-             if name.startswith("blocks.0") and p.ndim > 1 and hasattr(p, "placements")}
-    return {name.removeprefix("blocks.0."): (cut.dim, cut.blocks) for name, cut in found.items() if cut}
+    cut_by_name = {name: cut_of_placement(p.placements[0]) for name, p in stepper.local_parameters.items()
+                   if name.startswith("blocks.0") and p.ndim > 1 and hasattr(p, "placements")}
+    return {name.removeprefix("blocks.0."): (cut.dim, cut.blocks) for name, cut in cut_by_name.items() if cut}
 
 
 @look
@@ -98,8 +98,8 @@ def test_autocast_splits_what_float32_splits(seen: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_fp16_splits_what_float32_splits(run_ranks: Callable[..., Any]) -> None:
-    found = run_ranks(lambda context: cuts(split(context, lambda: Stack(Fused()), precision="fp16")), 2)
-    assert found[0] == FUSED
+    cuts_by_rank = run_ranks(lambda context: cuts(split(context, lambda: Stack(Fused()), precision="fp16")), 2)
+    assert cuts_by_rank[0] == FUSED
 
 
 def ends_alike(model: Callable[[], nn.Module], plan: str, folder: Path) -> None:
@@ -189,8 +189,8 @@ class Dropped(nn.Module):
                                                    nn.Dropout(0.5))])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.blocks[0](x)
-        return found
+        output: torch.Tensor = self.blocks[0](x)
+        return output
 
 
 class _Masks(TorchFunctionMode):
@@ -201,10 +201,10 @@ class _Masks(TorchFunctionMode):
         self.seen: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.dropout.default:
-            self.seen.append((found == 0).int().tolist())
-        return found
+            self.seen.append((result == 0).int().tolist())
+        return result
 
 
 @look
@@ -306,8 +306,8 @@ class Constant(nn.Module):
         self.linear = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.linear(x) + torch.tensor([1.0, 2.0, 3.0])
-        return found
+        output: torch.Tensor = self.linear(x) + torch.tensor([1.0, 2.0, 3.0])
+        return output
 
 
 @look
@@ -381,10 +381,10 @@ def described_parts(stepper: Any) -> list[Any]:
 def test_values_between_blocks_stay_cut(seen: dict[str, Any]) -> None:
     """What one block gives to the next is cut; what a module without such a cut gives or takes is whole. Each border
     spares a gathering in forward and one in backward."""
-    found = seen["at_a_border"][0]
-    one, two = found["exchanges"]
+    observed = seen["at_a_border"][0]
+    one, two = observed["exchanges"]
 
-    assert found["parts"] == [["blocks.0", "blocks.1"], [[2, 3, 24]]]
+    assert observed["parts"] == [["blocks.0", "blocks.1"], [[2, 3, 24]]]
     assert [after - before for before, after in zip(one, two, strict=True)] == [2, 3]
 
 
@@ -400,10 +400,10 @@ def parts_of_two(context: Any) -> dict[str, Any]:
 def test_values_that_can_not_be_cut_pass_whole(seen: dict[str, Any]) -> None:
     """What is edited in place must be one tensor. Five places are no parts for two ranks: what lies inside of blocks
     and between them is computed whole."""
-    found = seen["parts_of_two"][0]
+    observed = seen["parts_of_two"][0]
 
-    assert found["edited"] == [["blocks.0", "blocks.1"], []]
-    assert found["five"] == [[], []]
+    assert observed["edited"] == [["blocks.0", "blocks.1"], []]
+    assert observed["five"] == [[], []]
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2 tensor=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
@@ -519,11 +519,11 @@ def test_transformers_plans_are_read() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                                       num_attention_heads=4, num_key_value_heads=2)
-    found = published(transformers.LlamaForCausalLM(config))
+    split_by_name = published(transformers.LlamaForCausalLM(config))
 
-    assert found["model.layers.1.self_attn.q_proj.weight"] == found["lm_head.weight"] == "columns"
-    assert found["model.layers.0.mlp.down_proj.weight"] == "rows"
-    assert "model.norm.weight" not in found
+    assert split_by_name["model.layers.1.self_attn.q_proj.weight"] == split_by_name["lm_head.weight"] == "columns"
+    assert split_by_name["model.layers.0.mlp.down_proj.weight"] == "rows"
+    assert "model.norm.weight" not in split_by_name
     assert published(nn.Linear(2, 2)) == {}
 
 

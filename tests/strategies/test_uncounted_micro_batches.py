@@ -94,5 +94,6 @@ def test_complex_gradients_are_clipped(run_ranks: Callable[..., Any], plan: str)
 
 def whole(stepper: Any, *, gradient: bool = False) -> dict[str, Tensor]:
     """The parameters of a rank, or their gradients, in full."""
-    found = {name: p.grad if gradient else p for name, p in stepper.parameters.items()}
-    return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in found.items()}
+    tensors = {name: p.grad if gradient else p for name, p in stepper.parameters.items()}
+    return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            for name, tensor in tensors.items()}

@@ -72,9 +72,9 @@ def test_a_mutation_is_another_value_of_the_distribution(kind: optuna.distributi
     """Within its ends and on its steps."""
     rng = np.random.RandomState(0)
     for _ in range(50):
-        found = mutated(value, kind, rng)
-        assert kind._contains(kind.to_internal_repr(found))
-        assert found != value or type(found) is not type(value)
+        mutant = mutated(value, kind, rng)
+        assert kind._contains(kind.to_internal_repr(mutant))
+        assert mutant != value or type(mutant) is not type(value)
 
 
 def test_objectives_and_limits_are_read():

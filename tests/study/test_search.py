@@ -23,21 +23,21 @@ from paceline.study.objectives import Objective
 from paceline.study.storage import open_storage
 
 
-def states(found: Any) -> list[str]:
-    return [trial["state"] for trial in found["trials"]]
+def states(study: Any) -> list[str]:
+    return [trial["state"] for trial in study["trials"]]
 
 
 @pytest.mark.drawn_searches
 def test_a_search_finds_the_best_and_leaves_all_that_is_promised(job: str, tmp_path: Path):
     """study.json, the winner's test figures, figures to look at, and a configuration that trains to the same value."""
     run = tmp_path / "run"
-    found = pl.search(job, 8, settings=WORKS, procs=2, run=run, seed=1)
+    study = pl.search(job, 8, settings=WORKS, procs=2, run=run, seed=1)
     document = json.loads((run / "study.json").read_text())
     assert len(document["trials"]) == 8 and set(states(document)) <= {"complete", "pruned"}
     complete = [trial for trial in document["trials"] if trial["state"] == "complete"]
     best = document["best"]
     assert best["value"] == min(trial["value"] for trial in complete)
-    assert set(best["params"]) == {"lr", "width", "net.act"} and found["best"]["params"] == best["params"]
+    assert set(best["params"]) == {"lr", "width", "net.act"} and study["best"]["params"] == best["params"]
     kept = [path.parent.name for path in run.glob(f"trials/*/{folder.MODEL}")]
     assert kept == [str(best["trial"])]  # the weights of the best alone
     assert document["test"]["loss"] > 0 and set(document["importances"]) == {"lr", "width", "net.act"}
@@ -53,13 +53,13 @@ def test_a_search_finds_the_best_and_leaves_all_that_is_promised(job: str, tmp_p
 def test_trials_of_one_and_of_two_ranks_see_the_same_parameters_on_every_rank(job: str, tmp_path: Path, trials: int):
     """Three devices, packed; what each rank built is in its log."""
     run, began_s = tmp_path / "run", time.monotonic()
-    found = pl.search(job, trials, settings=WORKS, procs=3, run=run, pruner="none", sampler="random",
+    study = pl.search(job, trials, settings=WORKS, procs=3, run=run, pruner="none", sampler="random",
                       plan=lambda params: "data=2" if params["width"] % 2 else "single")
     print(f"{trials} trials in {time.monotonic() - began_s:.1f} s")
-    assert states(found) == ["complete"] * trials
-    plans = {trial["number"]: trial["plan"] for trial in found["trials"]}
+    assert states(study) == ["complete"] * trials
+    plans = {trial["number"]: trial["plan"] for trial in study["trials"]}
     assert set(plans.values()) == {"data=2", "single"}
-    for trial in found["trials"]:
+    for trial in study["trials"]:
         logs = sorted((run / "trials" / str(trial["number"]) / "logs").glob("rank-*.log"))
         built = {line for log in logs for line in log.read_text().splitlines() if line.startswith("built")}
         kind = {"relu": "ReLU", "tanh": "Tanh"}[trial["params"]["net.act"]]
@@ -78,8 +78,8 @@ def test_a_pruned_trial_ends_on_all_ranks_long_before_its_end(job: str, tmp_path
         pl.search(job, 3, settings={**WORKS, "epochs": 100_000, "pause_s": 0.005}, procs=2, plan=plan, run=run,
                   pruner=ThresholdPruner(upper=1e-9))
     assert time.monotonic() - began_s < 200
-    found = json.loads((run / "study.json").read_text())
-    assert states(found) == ["pruned"] * 3
+    study = json.loads((run / "study.json").read_text())
+    assert states(study) == ["pruned"] * 3
     for number in range(3):
         lines = [*map(json.loads, (run / "trials" / str(number) / "metrics.jsonl").read_text().splitlines())]
         evaluated = next(line["time"] for line in lines if "validation_loss" in line)
@@ -94,14 +94,14 @@ def test_all_ranks_of_a_pruned_trial_have_ended_a_second_after_the_pruner_said_s
     """Whether a step takes them less or more than they have."""
     from optuna.pruners import ThresholdPruner
 
-    said: dict[int, datetime] = {}
+    pruned_at: dict[int, datetime] = {}
 
     class Noted(ThresholdPruner):
         def prune(self, study: Any, trial: Any) -> bool:
-            found = super().prune(study, trial)
-            if found:
-                said[trial.number] = datetime.now()
-            return found
+            is_pruned = super().prune(study, trial)
+            if is_pruned:
+                pruned_at[trial.number] = datetime.now()
+            return is_pruned
 
     run, num_trials = tmp_path / "run", 3
     with pytest.raises(PacelineError, match=f"{num_trials} pruned"):
@@ -109,7 +109,7 @@ def test_all_ranks_of_a_pruned_trial_have_ended_a_second_after_the_pruner_said_s
                   run=run, pruner=Noted(upper=1e-9))
     ended = {trial.number: trial.datetime_complete for trial in optuna.load_study(
         study_name="run", storage=open_storage(None, run)).trials}
-    slowest_s = max((ended[number] - said[number]).total_seconds() for number in range(num_trials))
+    slowest_s = max((ended[number] - pruned_at[number]).total_seconds() for number in range(num_trials))
     print(f"{plan}, {pause_s} s a batch: ended {slowest_s:.3f} s after the pruner said so, at most")
     assert slowest_s < 1.0
 
@@ -121,12 +121,12 @@ def test_trials_that_fail_are_marked_and_the_others_go_on(job: str, tmp_path: Pa
     """Under one rank and under two."""
     import re
 
-    found = pl.search(job, 6, vary={"fails": f"no,{how}"}, sampler="random", procs=2, run=tmp_path / "run", seed=4,
+    study = pl.search(job, 6, vary={"fails": f"no,{how}"}, sampler="random", procs=2, run=tmp_path / "run", seed=4,
                       plan=lambda params: "data=2" if params["width"] % 2 else "single", pruner="none")
-    for trial in found["trials"]:
+    for trial in study["trials"]:
         assert trial["state"] == ("complete" if trial["params"]["fails"] == "no" else "failed")
         assert trial["state"] == "complete" or re.search(cause, trial["reason"])
-    assert {"complete", "failed"} == set(states(found))
+    assert {"complete", "failed"} == set(states(study))
 
 
 def test_when_all_trials_are_refused_a_limit_is_named(job: str, tmp_path: Path):
@@ -139,8 +139,8 @@ def test_when_all_trials_fail_their_common_cause_is_told_once(job: str, tmp_path
     """And the search gives up before its budget is spent."""
     with pytest.raises(PacelineError) as caught:
         pl.search(job, 50, settings={"fails": "error"}, procs=2, run=tmp_path / "run")
-    said = str(caught.value)
-    assert "trials all failed" in said and said.count("no such luck") == 1 and "net.py:" in said
+    message = str(caught.value)
+    assert "trials all failed" in message and message.count("no such luck") == 1 and "net.py:" in message
     assert len(json.loads((tmp_path / "run" / "study.json").read_text())["trials"]) < 12
 
 
@@ -158,31 +158,31 @@ class Early:
 """
     assert early.count("Early()") == 1
     Path(job).write_text(early)
-    found = pl.search(job, 6, settings={**WORKS, "epochs": 4}, procs=1, run=tmp_path / "run", objective="worst",
+    study = pl.search(job, 6, settings={**WORKS, "epochs": 4}, procs=1, run=tmp_path / "run", objective="worst",
                       pruner=optuna.pruners.ThresholdPruner(upper=1e9))
-    assert states(found) == ["complete"] * 6
+    assert states(study) == ["complete"] * 6
 
 
 def test_trials_that_fail_at_once_do_not_end_a_search_while_an_older_one_runs(job: str, tmp_path: Path):
     """A trial that works takes longer than ten that fail."""
-    found = pl.search(job, 10, procs=2, run=tmp_path / "run", vary={"lr": "0.01,0.02"}, pruner="none",
+    study = pl.search(job, 10, procs=2, run=tmp_path / "run", vary={"lr": "0.01,0.02"}, pruner="none",
                       space=lambda trial: {"fails": "error", "pause_s": 0.0} if trial.number else
                       {"fails": "no", "pause_s": 0.3})
-    assert states(found) == ["complete"] + ["failed"] * 9
+    assert states(study) == ["complete"] + ["failed"] * 9
 
 
 def test_limits_refuse_before_training_and_predictions_are_objectives(job: str, tmp_path: Path):
     """A refused trial has no training in its folder; the Pareto front weighs loss and size."""
     run = tmp_path / "run"
-    found = pl.search(job, 6, settings=WORKS, procs=2, run=run, objective=["validation_loss", "parameters"],
+    study = pl.search(job, 6, settings=WORKS, procs=2, run=run, objective=["validation_loss", "parameters"],
                       limits=["parameters<=60", "step_ms<=1000"], sampler="random")
-    for trial in found["trials"]:
+    for trial in study["trials"]:
         size = 6 * trial["params"]["width"] + 1
         assert trial["figures"]["parameters"] == size and trial["state"] == ("complete" if size <= 60 else "refused")
         assert (run / "trials" / str(trial["number"]) / "metrics.jsonl").exists() == (size <= 60)
         assert size <= 60 or trial["refused"] == f"parameters is {size} and may be 60 at most"
-    assert {"complete", "refused"} == set(states(found))
-    front = [trial["values"] for trial in found["pareto"]]
+    assert {"complete", "refused"} == set(states(study))
+    front = [trial["values"] for trial in study["pareto"]]
     assert front and not any(a[0] < b[0] and a[1] < b[1] for a in front for b in front)
 
 
@@ -206,8 +206,8 @@ def test_the_pareto_front_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_space_can_have_conditions(job: str, tmp_path: Path):
     """A function of Optuna's trial, in the job's file, gives what depends on each other."""
-    found = pl.search(job, 6, settings=WORKS, space="space", procs=2, run=tmp_path / "run", sampler="random")
-    for trial in found["trials"]:
+    study = pl.search(job, 6, settings=WORKS, space="space", procs=2, run=tmp_path / "run", sampler="random")
+    for trial in study["trials"]:
         assert trial["params"]["width"] <= 4
         assert (trial["params"]["lr"] == 0.05) == (trial["params"]["width"] == 2)
 
@@ -254,9 +254,9 @@ def test_the_planner_gives_a_trial_the_devices_whose_memory_holds_it(job: str, t
     """A wide net is sharded over both; without the planner it runs out of memory, and the others go on."""
     options = {"settings": {**WORKS, "epochs": 1, "net.act": "relu", "lr": 0.01}, "vary": {"width": "8,1200000"},
                "procs": 2, "memory": "200MiB", "sampler": "random", "seed": 2}
-    found = pl.search(job, 4, plan="auto", run=tmp_path / "auto", **options)
-    plans = {trial["params"]["width"]: trial["plan"] for trial in found["trials"]}
-    assert states(found) == ["complete"] * 4 and set(plans) == {8, 1200000}
+    study = pl.search(job, 4, plan="auto", run=tmp_path / "auto", **options)
+    plans = {trial["params"]["width"]: trial["plan"] for trial in study["trials"]}
+    assert states(study) == ["complete"] * 4 and set(plans) == {8, 1200000}
     assert plans[8] == "single" and plans[1200000] != "single"
 
     for trial in _apart(job, 4, run=str(tmp_path / "single"), **{**options, "memory": "60MiB"}):
@@ -278,10 +278,10 @@ def test_a_sampler_that_has_no_more_ends_the_study(job: str, tmp_path: Path):
     from optuna.samplers import GridSampler
 
     grid = {"width": [2, 4], "net.act": ["relu", "tanh"]}
-    found = pl.search(job, 9, settings={**WORKS, "lr": 0.01}, procs=2, run=tmp_path / "run",
+    study = pl.search(job, 9, settings={**WORKS, "lr": 0.01}, procs=2, run=tmp_path / "run",
                       sampler=GridSampler(grid, seed=0), pruner="none")
-    assert states(found) in (["complete"] * 4, ["complete"] * 5)
-    assert {(trial["params"]["width"], trial["params"]["net.act"]) for trial in found["trials"]} == {
+    assert states(study) in (["complete"] * 4, ["complete"] * 5)
+    assert {(trial["params"]["width"], trial["params"]["net.act"]) for trial in study["trials"]} == {
         (width, act) for width in grid["width"] for act in grid["net.act"]}
 
 
@@ -289,20 +289,20 @@ def test_a_sampler_that_has_no_more_ends_the_study(job: str, tmp_path: Path):
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=1"])
 def test_a_trial_equals_the_training_of_its_settings(job: str, tmp_path: Path, plan: str):
     """To the last bit, under the same plan; the process that runs it has run others before."""
-    found = pl.search(job, 3, settings=WORKS, plan=plan, procs=2, run=tmp_path / "run", pruner="none")
-    assert states(found) == ["complete"] * 3
-    trained = pl.train(JobFile.parse(job, found["best"]["settings"]), plan, run=tmp_path / "again")
-    assert trained["validation_loss"] == found["best"]["value"]
+    study = pl.search(job, 3, settings=WORKS, plan=plan, procs=2, run=tmp_path / "run", pruner="none")
+    assert states(study) == ["complete"] * 3
+    trained = pl.train(JobFile.parse(job, study["best"]["settings"]), plan, run=tmp_path / "again")
+    assert trained["validation_loss"] == study["best"]["value"]
 
 
 @pytest.mark.slow
 def test_many_short_trials_of_one_and_of_two_ranks_leave_no_device_idle_for_ever(job: str, tmp_path: Path):
     """With pruning, failures and deaths among them."""
     began_s = time.monotonic()
-    found = pl.search(job, 40, settings={"epochs": 2}, vary={"fails": "no,nan,dies"}, procs=3,
+    study = pl.search(job, 40, settings={"epochs": 2}, vary={"fails": "no,nan,dies"}, procs=3,
                       run=tmp_path / "run", sampler="random", seed=1,
                       plan=lambda params: "data=2" if params["width"] % 2 else "single")
-    assert len(found["trials"]) == 40 and set(states(found)) >= {"complete", "failed"}
+    assert len(study["trials"]) == 40 and set(states(study)) >= {"complete", "failed"}
     assert time.monotonic() - began_s < 100
 
 
@@ -315,10 +315,10 @@ def test_a_plan_that_makes_no_sense_fails_its_own_trial(job: str, tmp_path: Path
     """Of a function of the parameters; the others go on."""
     import re
 
-    found = pl.search(job, 6, settings=WORKS, vary={"width": "2,3"}, procs=2, run=tmp_path / "run", sampler="random",
+    study = pl.search(job, 6, settings=WORKS, vary={"width": "2,3"}, procs=2, run=tmp_path / "run", sampler="random",
                       seed=1, pruner="none", plan=lambda params: (plan() if callable(plan) else plan)
                       if params["width"] == 2 else "data=2")
-    for trial in found["trials"]:
+    for trial in study["trials"]:
         assert trial["state"] == ("failed" if trial["params"]["width"] == 2 else "complete")
         assert trial["state"] == "complete" or re.search(reason, trial["reason"])
-    assert {"complete", "failed"} == set(states(found))
+    assert {"complete", "failed"} == set(states(study))

@@ -24,13 +24,13 @@ def test_json_is_the_study_alone_and_the_winners_command_trains_it(job: str, tmp
     """With the value that the search found."""
     code, out, _ = run("search", job, "--trials", 3, *FIXED, "--run", tmp_path / "run", "--vary", "width=2..4",
                        "--objective", "worst", "--sampler", "random", "--pruner", "none", "--json")
-    found = json.loads(out)
-    assert (code, len(found["trials"]), found["run"]) == (0, 3, str(tmp_path / "run"))
-    assert found["trials"] == json.loads((tmp_path / "run" / "study.json").read_text())["trials"]
-    program, *words = shlex.split(found["best"]["command"])
+    study = json.loads(out)
+    assert (code, len(study["trials"]), study["run"]) == (0, 3, str(tmp_path / "run"))
+    assert study["trials"] == json.loads((tmp_path / "run" / "study.json").read_text())["trials"]
+    program, *words = shlex.split(study["best"]["command"])
     assert program == "paceline"
     code, out, _ = run(*words, "--run", tmp_path / "again", "--json")
-    assert (code, json.loads(out)["metrics"]["worst"]) == (0, found["best"]["value"])
+    assert (code, json.loads(out)["metrics"]["worst"]) == (0, study["best"]["value"])
 
 
 def test_people_see_the_winner(job: str, tmp_path: Path):

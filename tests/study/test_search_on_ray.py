@@ -59,12 +59,12 @@ def command(file: str, trials: int, run: Path, *words: str) -> list[str]:
 def test_trials_run_on_both_nodes(cluster: Any, file: str, tmp_path: Path, trials: int, undrawn_searches: None):
     """With choices, pruning, the winner's test figures, and the value that training the winner gives."""
     run = tmp_path / "run"
-    found = pl.search(file, trials, settings={**WORKS, "pause_s": 0.05}, ray=cluster.address, run=run)
-    assert len(found["trials"]) == trials and {trial["state"] for trial in found["trials"]} <= {"complete", "pruned"}
-    assert len({device for trial in found["trials"] for device in trial["devices"]}) == 2
-    assert found["test"]["loss"] > 0 and set(found["best"]["params"]) == {"lr", "width", "net.act"}
-    again = pl.train(pl.jobfile.JobFile.parse(file, found["best"]["settings"]), "single", run=tmp_path / "again")
-    assert again["validation_loss"] == found["best"]["value"]
+    study = pl.search(file, trials, settings={**WORKS, "pause_s": 0.05}, ray=cluster.address, run=run)
+    assert len(study["trials"]) == trials and {trial["state"] for trial in study["trials"]} <= {"complete", "pruned"}
+    assert len({device for trial in study["trials"] for device in trial["devices"]}) == 2
+    assert study["test"]["loss"] > 0 and set(study["best"]["params"]) == {"lr", "width", "net.act"}
+    again = pl.train(pl.jobfile.JobFile.parse(file, study["best"]["settings"]), "single", run=tmp_path / "again")
+    assert again["validation_loss"] == study["best"]["value"]
     assert not list(run.glob("*.mark"))
 
 
@@ -79,9 +79,9 @@ def test_a_node_that_dies_loses_no_trial(cluster: Any, file: str, tmp_path: Path
         cluster.remove_node(extra, allow_graceful=False)
         out, err = child.communicate(timeout=150)
     assert child.returncode == 0, err
-    found = json.loads(out)
-    assert [trial["number"] for trial in found["trials"]] == list(range(9))
-    assert {trial["state"] for trial in found["trials"]} == {"complete"}
+    study = json.loads(out)
+    assert [trial["number"] for trial in study["trials"]] == list(range(9))
+    assert {trial["state"] for trial in study["trials"]} == {"complete"}
     assert "is lost" in err
 
 

@@ -24,8 +24,8 @@ from paceline.study.trials import counted
 
 
 def _postgres(name: str) -> str | None:
-    found = [*Path("/usr/lib/postgresql").glob(f"*/bin/{name}")]
-    return str(found[-1]) if found else shutil.which(name)
+    paths = [*Path("/usr/lib/postgresql").glob(f"*/bin/{name}")]
+    return str(paths[-1]) if paths else shutil.which(name)
 
 
 @pytest.fixture
@@ -86,13 +86,13 @@ def test_a_database_that_stays_locked(job: str, tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "study.db"
     with opened(f"sqlite:///{path}", tmp_path):
         pass
-    held = sqlite3.connect(path, isolation_level=None)
+    connection = sqlite3.connect(path, isolation_level=None)
     try:
-        held.execute("BEGIN EXCLUSIVE")
+        connection.execute("BEGIN EXCLUSIVE")
         with pytest.raises(StorageError, match=r"(?s)database is locked.*another process keeps it locked"):
             pl.search(job, 2, settings=WORKS, procs=1, run=tmp_path / "run", storage=f"sqlite:///{path}")
     finally:
-        held.close()
+        connection.close()
 
 
 def test_an_unknown_kind_of_database(tmp_path: Path):

@@ -71,12 +71,12 @@ def test_a_study_whose_controller_is_killed_again_and_again_ends_with_the_right_
         now = finished(run, options["storage"])
         assert ended.items() <= now.items()  # none ran twice
         ended = now
-    found = pl.search(job, trials, **options)
+    study = pl.search(job, trials, **options)
     assert ended.items() <= finished(run, options["storage"]).items()
-    assert [trial["number"] for trial in found["trials"]] == list(range(trials))
+    assert [trial["number"] for trial in study["trials"]] == list(range(trials))
     print(f"{kills} kills: {len(ended)} of {trials} trials had ended when the last one came")
-    assert {trial["state"] for trial in found["trials"]} <= {"complete", "pruned"}
-    assert all(trial["plan"] == ("data=2" if trial["params"]["width"] % 2 else "single") for trial in found["trials"])
+    assert {trial["state"] for trial in study["trials"]} <= {"complete", "pruned"}
+    assert all(trial["plan"] == ("data=2" if trial["params"]["width"] % 2 else "single") for trial in study["trials"])
 
 
 def test_a_trial_that_was_running_starts_again_with_its_parameters(
@@ -107,16 +107,16 @@ def test_a_torn_journal_and_a_lock_that_is_left_are_put_right(job: str, tmp_path
         file.write('{"op_code": 4, "work')
     (run / f"{JOURNAL}.lock").symlink_to(run / JOURNAL)
     began_s = time.monotonic()
-    found = pl.search(job, 4, settings=WORKS, procs=1, run=run, resume=True)
-    assert len(found["trials"]) == 4 and time.monotonic() - began_s < 20 + 2 * first_s
+    study = pl.search(job, 4, settings=WORKS, procs=1, run=run, resume=True)
+    assert len(study["trials"]) == 4 and time.monotonic() - began_s < 20 + 2 * first_s
 
 
 def test_a_resumed_study_draws_other_trials_than_before(job: str, tmp_path: Path):
     """The sampler's seed is not begun anew."""
     run = tmp_path / "run"
     for trials in (2, 4):
-        found = pl.search(job, trials, settings=WORKS, procs=1, run=run, sampler="random", pruner="none", resume=True)
-    assert len({trial["params"]["lr"] for trial in found["trials"]}) == 4
+        study = pl.search(job, trials, settings=WORKS, procs=1, run=run, sampler="random", pruner="none", resume=True)
+    assert len({trial["params"]["lr"] for trial in study["trials"]}) == 4
 
 
 def test_a_folder_with_a_search_is_not_taken_for_another(job: str, tmp_path: Path):

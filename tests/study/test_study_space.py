@@ -32,25 +32,25 @@ def refusal(function: Any = job, **options: Any) -> str:
 
 def test_annotated_parameters_are_varied_and_others_are_not():
     """Ranges, logarithmic ranges and literals; a plain number or boolean keeps its default."""
-    found = space()
-    assert dict(found.domains) == {
+    search_space = space()
+    assert dict(search_space.domains) == {
         "lr": Numbers(1e-5, 0.1, None, True, whole=False), "layers": Numbers(2, 8, None, False, whole=True),
         "width": Numbers(32, 256, 32, False, whole=True), "act": Options(("relu", "gelu")),
         "norm": Options((False, True))}
-    assert found.example() == {"lr": 1e-3, "layers": 2, "width": 64, "act": "relu", "norm": False}
+    assert search_space.example() == {"lr": 1e-3, "layers": 2, "width": 64, "act": "relu", "norm": False}
 
 
 def test_settings_fix_and_vary_widens():
     """What is set is not varied; what is varied need not be annotated, nor hold the default."""
-    found = space(settings={"lr": "0.01", "block.op": "conv"},
-                  vary={"decay": "1e-5..1e-1:log", "layers": "8..16", "name": "b,c", "bf16": "false,true"})
-    assert "lr" not in found.domains and found.fixed == {"lr": "0.01", "block.op": "conv"}
-    assert found.domains["decay"] == Numbers(1e-5, 0.1, None, True, whole=False)
-    assert found.domains["layers"] == Numbers(8, 16, None, False, whole=True)
-    assert found.domains["name"] == Options(("b", "c"))
-    assert found.domains["bf16"] == Options((False, True))
-    assert found.example() == {"lr": "0.01", "block.op": "conv", "decay": 0.1, "layers": 8, "name": "b", "width": 64,
-                               "act": "relu", "norm": False, "bf16": False}
+    search_space = space(settings={"lr": "0.01", "block.op": "conv"},
+                         vary={"decay": "1e-5..1e-1:log", "layers": "8..16", "name": "b,c", "bf16": "false,true"})
+    assert "lr" not in search_space.domains and search_space.fixed == {"lr": "0.01", "block.op": "conv"}
+    assert search_space.domains["decay"] == Numbers(1e-5, 0.1, None, True, whole=False)
+    assert search_space.domains["layers"] == Numbers(8, 16, None, False, whole=True)
+    assert search_space.domains["name"] == Options(("b", "c"))
+    assert search_space.domains["bf16"] == Options((False, True))
+    assert search_space.example() == {"lr": "0.01", "block.op": "conv", "decay": 0.1, "layers": 8, "name": "b",
+                                      "width": 64, "act": "relu", "norm": False, "bf16": False}
 
 
 @pytest.mark.parametrize(("text", "kind", "domain"), [
@@ -80,12 +80,12 @@ def test_texts_that_are_no_domain(text: str, kind: Any, message: str):
 
 def test_all_that_is_wrong_with_a_request_is_said_at_once():
     """With the parameter that was meant."""
-    said = refusal(settings={"lr": 1.0, "widht": 3},
-                   vary={"lr": "1..2", "laiers": "1..2", "block.op": "a", "act": "1..2"})
+    message = refusal(settings={"lr": 1.0, "widht": 3},
+                      vary={"lr": "1..2", "laiers": "1..2", "block.op": "a", "act": "1..2"})
     for part in ("unknown hyperparameter 'widht', did you mean 'width'?", "'lr' is both set and varied",
                  "unknown hyperparameter 'laiers', did you mean 'layers'?", "'block.op' is a choice inside the model",
                  "--vary act=1..2", "hint: --vary NAME=LOW..HIGH"):
-        assert part in said
+        assert part in message
 
 
 def test_signatures_that_contradict_themselves():
@@ -95,12 +95,12 @@ def test_signatures_that_contradict_themselves():
               e: Annotated[int, pl.Range(1, 2)] | None = None, f: Literal["x", "y"] = "z",  # type: ignore[arg-type]
               g: Annotated[int, pl.Range(0.5, 2)] = 1) -> Any: ...
 
-    said = refusal(wrong)
+    message = refusal(wrong)
     for part in ("wrong() in net.py", "'a': Range(low=8, high=2, step=None) is empty", "'b': its default 1.0 is not in",
                  "'c': Range(low=1, high=2, step=None) is for whole numbers", "'d': it has two ranges",
                  "'e': Range(low=1, high=2, step=None) must stand around", "'f': its default 'z' is not in x or y",
                  "'g': Range(low=0.5, high=2, step=None) must have whole numbers"):
-        assert part in said
+        assert part in message
 
 
 def test_a_range_without_a_default_has_an_example():

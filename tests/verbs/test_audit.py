@@ -64,25 +64,25 @@ def edited(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str,
 def test_each_sample_counts_once_over_launches_under_changing_plans(tmp_path, plans):
     for number, plan in enumerate(plans):
         pl.train(job(steps=4 * (number + 1)), plan, run=tmp_path / "run", resume=number > 0, check=False)
-    found = audit(tmp_path / "run")
-    assert found.passed, found.describe()
-    assert (found.samples, found.whole_epochs, found.launches) == (124, 2, 3)
-    assert found.updates == (16 if "staleness" in plans[0] else 12)  # there each worker's part is an update of its own
+    result = audit(tmp_path / "run")
+    assert result.passed, result.describe()
+    assert (result.samples, result.whole_epochs, result.launches) == (124, 2, 3)
+    assert result.updates == (16 if "staleness" in plans[0] else 12)  # there each worker's part is an update of its own
 
 
 def test_streams_are_counted(tmp_path):
     pl.train(job(data=Stream(), epochs=2, steps=None), "data=2", run=tmp_path / "run", check=False)
-    found = audit(tmp_path / "run")
-    assert found.passed, found.describe()
-    assert (found.updates, found.samples) == (10, 100)
+    result = audit(tmp_path / "run")
+    assert result.passed, result.describe()
+    assert (result.updates, result.samples) == (10, 100)
 
 
 def test_what_a_killed_launch_did_after_its_checkpoint_is_undone(tmp_path):
     written(tmp_path, range(7))
     written(tmp_path, range(4, 9))
-    found = audit(tmp_path)
-    assert found.passed, found.describe()
-    assert (found.updates, found.recomputed_updates, found.launches) == (9, 3, 2)
+    result = audit(tmp_path)
+    assert result.passed, result.describe()
+    assert (result.updates, result.recomputed_updates, result.launches) == (9, 3, 2)
 
 
 def test_a_line_that_is_cut_off_is_no_line(tmp_path):
@@ -91,8 +91,8 @@ def test_a_line_that_is_cut_off_is_no_line(tmp_path):
         file.write(b'{"launch":1,"step":8,"ep')
     assert audit(tmp_path).updates == 7
     written(tmp_path, range(7, 9))
-    found = audit(tmp_path)
-    assert found.passed and found.updates == 9, found.describe()
+    result = audit(tmp_path)
+    assert result.passed and result.updates == 9, result.describe()
 
 
 @pytest.mark.parametrize(("kind", "change", "positions"), [
@@ -104,10 +104,10 @@ def test_a_line_that_is_cut_off_is_no_line(tmp_path):
     ("other samples", lambda lines: [*lines[:2], {**lines[2], "digest": lines[3]["digest"]}, *lines[3:]], (12, 24)),
 ])
 def test_a_planted_fault_is_found_and_named(tmp_path, kind, change, positions):
-    found = edited(written(tmp_path, range(12)), change)
-    findings = {(finding.kind, finding.positions) for finding in found.findings}
-    assert (kind, positions) in findings, found.describe()
-    named = next(finding for finding in found.findings if (finding.kind, finding.positions) == (kind, positions))
+    result = edited(written(tmp_path, range(12)), change)
+    findings = {(finding.kind, finding.positions) for finding in result.findings}
+    assert (kind, positions) in findings, result.describe()
+    named = next(finding for finding in result.findings if (finding.kind, finding.positions) == (kind, positions))
     assert named.indices == tuple(Order.of(job()).indices(0, range(*positions))[:8]) and "indices" in named.message
 
 
@@ -120,8 +120,8 @@ def test_a_rank_that_fetches_another_sample_is_found(tmp_path, monkeypatch):
         for position, index in zip(positions, honest(order, epoch, positions), strict=True)])
     pl.train(job(), "data=2", run=tmp_path / "run", check=False)
     monkeypatch.undo()
-    found = audit(tmp_path / "run")
-    assert [(finding.kind, finding.epoch, finding.positions) for finding in found.findings] == [
+    result = audit(tmp_path / "run")
+    assert [(finding.kind, finding.epoch, finding.positions) for finding in result.findings] == [
         ("other samples", epoch, (24, 36)) for epoch in range(2)]
 
 
@@ -166,13 +166,13 @@ def test_checkpoints_and_the_summary_must_agree(tmp_path):
     pl.train(job(), "single", run=tmp_path / "run", check=False)
     (tmp_path / "run" / JOURNAL).write_text("".join(
         (tmp_path / "run" / JOURNAL).read_text().splitlines(keepends=True)[:-1]))
-    found = audit(tmp_path / "run")
-    assert [finding.message.partition(" ")[0] for finding in found.findings] == ["step-12", "summary.json"]
+    result = audit(tmp_path / "run")
+    assert [finding.message.partition(" ")[0] for finding in result.findings] == ["step-12", "summary.json"]
 
 
 def test_what_drop_last_leaves_out_is_no_loss(tmp_path):
-    found = audit(written(tmp_path, range(12), drop_last=True))
-    assert found.passed and found.whole_epochs == 2, found.describe()
+    result = audit(written(tmp_path, range(12), drop_last=True))
+    assert result.passed and result.whole_epochs == 2, result.describe()
 
 
 def test_a_folder_without_a_journal_is_refused(tmp_path):
@@ -220,8 +220,8 @@ def test_no_numbers_hold_an_audit_up(tmp_path_factory, lines):
 
 
 def test_an_epoch_without_updates_is_found(tmp_path):
-    found = edited(written(tmp_path, range(12)), lambda lines: [line for line in lines if line.get("epoch") != 1])
-    assert ("lost", 1) in {(finding.kind, finding.epoch) for finding in found.findings}, found.describe()
+    result = edited(written(tmp_path, range(12)), lambda lines: [line for line in lines if line.get("epoch") != 1])
+    assert ("lost", 1) in {(finding.kind, finding.epoch) for finding in result.findings}, result.describe()
 
 
 def test_a_window_is_noted_until_ranks_meet(tmp_path):

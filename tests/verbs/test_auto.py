@@ -48,10 +48,10 @@ def test_one_device_leaves_no_choice():
 
 def test_an_exact_plan_for_the_devices_is_chosen_with_its_reason():
     """Devices that are named are all used; a short run is predicted alone."""
-    found = auto.choose(a_job(), "auto", **{**NOTHING, "devices": "cpu:0-1"})
+    choice = auto.choose(a_job(), "auto", **{**NOTHING, "devices": "cpu:0-1"})
 
-    assert found.plan.world_size == 2 and found.plan.relaxed is None and found.why
-    assert found.estimate is not None and found.estimate.low_s < found.estimate.step_s < found.estimate.high_s
+    assert choice.plan.world_size == 2 and choice.plan.relaxed is None and choice.why
+    assert choice.estimate is not None and choice.estimate.low_s < choice.estimate.step_s < choice.estimate.high_s
 
 
 def test_a_count_of_ranks_is_kept():
@@ -65,9 +65,9 @@ def test_inside_a_launcher_each_rank_is_a_replica():
 
 
 def test_what_cannot_be_priced_is_trained_by_replicas():
-    found = auto.choose(a_job(model=lambda: Broken(WIDTH, 4)), None, **{**NOTHING, "devices": "cpu:0-1"})
+    choice = auto.choose(a_job(model=lambda: Broken(WIDTH, 4)), None, **{**NOTHING, "devices": "cpu:0-1"})
 
-    assert found.plan.replicas == 2
+    assert choice.plan.replicas == 2
 
 
 def test_nothing_that_fits_is_an_error_with_the_gap():
@@ -79,9 +79,9 @@ def test_a_long_run_is_worth_trying_its_plans(monkeypatch: pytest.MonkeyPatch):
     """A tenth of the predicted run, and no more than half a minute."""
     budgets: list[float] = []
 
-    def calibrated(found: Any, run: Any, *, budget_s: float, worth: float) -> Any:
+    def calibrated(ranked_plans: Any, run: Any, *, budget_s: float, worth: float) -> Any:
         budgets.append(budget_s)
-        return found
+        return ranked_plans
 
     monkeypatch.setattr("paceline.verbs.auto.calibrate_best", calibrated)
     for steps in (3, 10_000_000):
@@ -94,10 +94,10 @@ def test_a_long_run_is_worth_trying_its_plans(monkeypatch: pytest.MonkeyPatch):
 def test_a_run_without_a_plan_is_planned_run_and_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The summary has the interval that was predicted; a resumed run keeps the plan it was left with."""
     first = paceline.train(a_job(), run=tmp_path, devices="cpu:0-1")
-    said = capfd.readouterr().err
+    stderr_text = capfd.readouterr().err
     again = paceline.train(a_job(steps=5), run=tmp_path, resume=True)
 
-    assert f"plan {first['plan']} on cpu:0,cpu:1, chosen: " in said
+    assert f"plan {first['plan']} on cpu:0,cpu:1, chosen: " in stderr_text
     assert first["world_size"] == 2 and again["plan"] == first["plan"] and again["steps"] == 5
     predicted = json.loads((tmp_path / "summary.json").read_text())["predicted"]
     assert predicted["step_s_low"] < predicted["step_s"] < predicted["step_s_high"]

@@ -25,7 +25,7 @@ from paceline.verbs.calibration import calibrate, calibrate_best
 DEVICE = Device("cpu", 0, 1000)
 
 
-def found(**predicted_s: float) -> RankedPlans:
+def ranked_plans(**predicted_s: float) -> RankedPlans:
     """Plans by their text, with `_` for `=`."""
     def one(text: str, step_s: float) -> Candidate:
         ledger = {"parameters": 100}
@@ -53,7 +53,7 @@ class Machine:
 def test_the_best_is_tried_until_it_is_the_best():
     """Replicas are said to be fastest and are not: shards, which then look best, are tried and win."""
     machine = Machine(data_2=4.0, shard_2=1.5, single=3.0)
-    after = calibrate_best(found(data_2=1.0, shard_2=1.2, single=1.4), machine, budget_s=60)
+    after = calibrate_best(ranked_plans(data_2=1.0, shard_2=1.2, single=1.4), machine, budget_s=60)
 
     assert machine.asked[:2] == ["data=2", "shard=2"] and set(machine.asked) == {"data=2", "shard=2", "single"}
     assert [(str(one.plan), one.estimate.step_s) for one in after.ranked] == [
@@ -62,14 +62,14 @@ def test_the_best_is_tried_until_it_is_the_best():
 
 def test_one_plan_of_a_kind_stands_for_the_others():
     machine = Machine(data_2=1.0)
-    calibrate_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_3=1.2), machine, budget_s=60)
+    calibrate_best(ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_3=1.2), machine, budget_s=60)
 
     assert machine.asked == ["data=2"]
 
 
 def test_a_kind_is_tried_again_with_many_more_micro_batches():
     machine = Machine(data_2=1.0, single=2.0, data_2__accumulate_4=1.3)
-    calibrate_best(found(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2, single=1.3), machine,
+    calibrate_best(ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2, single=1.3), machine,
                   budget_s=60)
 
     assert machine.asked == ["data=2", "single", "data=2 accumulate=4"]
@@ -82,14 +82,14 @@ def test_a_surprise_is_tried_again_and_the_faster_counts():
     def run(plan: Plan, expected_s: float) -> Calibration:
         return Calibration(took_s.pop(0), 100)
 
-    after = calibrate_best(found(data_2=1.0), run, budget_s=60)
+    after = calibrate_best(ranked_plans(data_2=1.0), run, budget_s=60)
 
     assert after.ranked[0].estimate.step_s == 1.5 and not took_s
 
 
 def test_what_looks_much_slower_is_not_tried():
     machine = Machine(data_2=1.0)
-    calibrate_best(found(data_2=1.0, single=1.9), machine, budget_s=60, worth=1.5)
+    calibrate_best(ranked_plans(data_2=1.0, single=1.9), machine, budget_s=60, worth=1.5)
 
     assert machine.asked == ["data=2"]
 
@@ -97,12 +97,12 @@ def test_what_looks_much_slower_is_not_tried():
 def test_nothing_is_tried_without_time():
     machine = Machine()
 
-    assert calibrate_best(found(data_2=1.0), machine, budget_s=0).ranked[0].estimate.step_s == 1.0
+    assert calibrate_best(ranked_plans(data_2=1.0), machine, budget_s=0).ranked[0].estimate.step_s == 1.0
     assert not machine.asked
 
 
 def test_a_plan_that_fails_is_refused_with_its_reason():
-    after = calibrate_best(found(data_2=1.0, single=2.0), Machine(single=2.5), budget_s=60)
+    after = calibrate_best(ranked_plans(data_2=1.0, single=2.0), Machine(single=2.5), budget_s=60)
 
     assert [str(one.plan) for one in after.ranked] == ["single"]
     assert after.refused == {"data=2": "it failed when it was tried: it broke"}
@@ -113,7 +113,7 @@ def test_a_request_to_stop_is_not_a_plan_that_failed():
         raise RankFailed(stopped(0, signal.SIGTERM, Heartbeat(1, "forward", 0.0)))
 
     with pytest.raises(RankFailed, match="SIGTERM"):
-        calibrate_best(found(data_2=1.0, single=2.0), run, budget_s=60)
+        calibrate_best(ranked_plans(data_2=1.0, single=2.0), run, budget_s=60)
 
 
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2", "server=1 workers=2 colocate=yes"])

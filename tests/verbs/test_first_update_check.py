@@ -201,9 +201,9 @@ def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: 
     look at the loss by itself."""
     job = make_job(lambda: Counted(tmp_path, coupled=coupled), steps=1)
 
-    found = checked(job, "data=2")
+    update_check = checked(job, "data=2")
 
-    assert found.verdict == ("coupled" if coupled else "passed")
+    assert update_check.verdict == ("coupled" if coupled else "passed")
     assert len(list(tmp_path.iterdir())) == forwards
 
 
@@ -211,10 +211,11 @@ def test_the_note_of_a_loss_that_is_no_mean_shows_the_replacement() -> None:
     """A run that is not what one device computes says which loss to write, before it trains."""
     job = make_job(loss=lambda output, target: F.cross_entropy(output, target, ignore_index=0), steps=1)
 
-    found = checked(job, "data=3")
+    update_check = checked(job, "data=3")
 
-    assert found.verdict == "coupled"
-    assert "def loss(output, target):\n        return (F.cross_entropy(output, target, ignore_index=0" in found.reason
+    assert update_check.verdict == "coupled"
+    assert ("def loss(output, target):\n        return (F.cross_entropy(output, target, ignore_index=0"
+            in update_check.reason)
 
 
 def check_with_memory(job: paceline.Job, plan: str, available: int, monkeypatch: pytest.MonkeyPatch) -> FirstUpdate:
@@ -237,9 +238,9 @@ def test_one_device_leaves_memory_to_the_ranks(plan: str, models: int, tmp_path:
 
 def test_a_model_that_takes_too_much_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run trains, and says that it was not checked."""
-    found = check_with_memory(make_job(lambda: nn.Linear(6, 2**20)), "data=2", 3 * 2**20, monkeypatch)
+    update_check = check_with_memory(make_job(lambda: nn.Linear(6, 2**20)), "data=2", 3 * 2**20, monkeypatch)
 
-    assert found.verdict == "unchecked" and "one device could not take the first step" in found.reason
+    assert update_check.verdict == "unchecked" and "one device could not take the first step" in update_check.reason
 
 
 def test_an_error_of_the_job_itself_is_told_by_the_run_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -260,10 +261,10 @@ def test_one_device_that_fails_ends_no_run(plan: str, tmp_path: Path, monkeypatc
         raise ValueError("no such number")
 
     monkeypatch.setattr(FirstStep, "narrow", fail)
-    found = paceline.train(make_job(), plan, run=tmp_path / "run")
+    summary = paceline.train(make_job(), plan, run=tmp_path / "run")
 
-    assert found["check"]["verdict"] == "unchecked" and "ValueError: no such number" in found["check"]["reason"]
-    assert found["steps"] == 3
+    assert summary["check"]["verdict"] == "unchecked" and "ValueError: no such number" in summary["check"]["reason"]
+    assert summary["steps"] == 3
 
 
 class NormOfEachTensor(torch.optim.Optimizer):
@@ -281,9 +282,9 @@ class NormOfEachTensor(torch.optim.Optimizer):
 
 def test_an_optimizer_is_tried_though_random_layers_are_off(tmp_path: Path) -> None:
     """Its stand-ins are drawn in the check as in the run: both learn that it needs whole tensors."""
-    found = paceline.train(make_job(optimizer=NormOfEachTensor), "shard=2", run=tmp_path)
+    summary = paceline.train(make_job(optimizer=NormOfEachTensor), "shard=2", run=tmp_path)
 
-    assert found["check"]["verdict"] == "passed"
+    assert summary["check"]["verdict"] == "passed"
 
 
 @pytest.mark.parametrize("schedule", [None, lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3)])
@@ -319,9 +320,9 @@ def test_coupled_samples_are_told_and_trained(tmp_path: Path, capfd: pytest.Capt
     """A BatchNorm over parts of a batch is the job's own doing."""
     job = make_job(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
 
-    found = paceline.train(job, "data=2", run=tmp_path)
+    summary = paceline.train(job, "data=2", run=tmp_path)
 
-    assert found["check"]["verdict"] == "coupled" and found["steps"] == 3
+    assert summary["check"]["verdict"] == "coupled" and summary["steps"] == 3
     assert "cutting a batch changes what this job computes" in capfd.readouterr().err
 
 
@@ -345,7 +346,8 @@ def test_what_is_known_is_not_checked_again(tmp_path: Path) -> None:
     edited = check()
 
     assert second == FirstUpdate("passed")
-    assert all(found and found.verdict == "passed" and found.seconds > 0 for found in (first, other, edited))
+    assert all(check_record and check_record.verdict == "passed" and check_record.seconds > 0
+               for check_record in (first, other, edited))
 
 
 def test_a_certificate_makes_the_check_unnecessary(tmp_path: Path) -> None:
@@ -374,8 +376,9 @@ def test_a_certificate_is_about_the_devices_that_it_names(tmp_path: Path) -> Non
 
     assert known(on("cpu", "CPU")) == FirstUpdate("passed")
     assert known(on("cuda", "H200")) == FirstUpdate("coupled", "a BatchNorm")
-    found = known(on("cuda", "A100"))
-    assert found is not None and found.verdict == "unchecked" and "'paceline verify' with --devices" in found.reason
+    update_check = known(on("cuda", "A100"))
+    assert (update_check is not None and update_check.verdict == "unchecked"
+            and "'paceline verify' with --devices" in update_check.reason)
 
 
 class Noisy(nn.Module):
@@ -420,8 +423,8 @@ def test_ranks_of_a_launcher_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "said"), [(FILE, "one device's"), (RANK_AWARE, "is not what one device computes")])
-def test_ranks_of_torchrun_are_checked(text: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "message"), [(FILE, "one device's"), (RANK_AWARE, "is not what one device computes")])
+def test_ranks_of_torchrun_are_checked(text: str, message: str, tmp_path: Path) -> None:
     """Rank 0 checks for all of them; no rank trains what it refuses."""
     (tmp_path / "job.py").write_text(text)
     torchrun = str(Path(sys.executable).parent / "torchrun")
@@ -430,5 +433,5 @@ def test_ranks_of_torchrun_are_checked(text: str, said: str, tmp_path: Path) -> 
          str(tmp_path / "job.py"), "--plan", "data=2", "--run", str(tmp_path / "run")],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True, timeout=100)
 
-    assert said in ran.stdout + ran.stderr
+    assert message in ran.stdout + ran.stderr
     assert (ran.returncode == 0) == (text == FILE) == (tmp_path / "run" / "model.safetensors").exists()

@@ -35,10 +35,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
 
 def test_links_are_measured_once(measured: list[int]):
-    found = with_links(Cluster.local("cpu:0-3"))
+    linked = with_links(Cluster.local("cpu:0-3"))
 
-    assert found.links == ((2, TWO), (4, FOUR)) and measured == [2, 4]
-    assert with_links(Cluster.local("cpu:0-3")) == found and measured == [2, 4]
+    assert linked.links == ((2, TWO), (4, FOUR)) and measured == [2, 4]
+    assert with_links(Cluster.local("cpu:0-3")) == linked and measured == [2, 4]
     assert [count for count, _ in with_links(Cluster.local("cpu:0-2")).links] == [2, 3] and measured == [2, 4, 3]
 
 
@@ -90,9 +90,9 @@ def test_faster_links_carry_more_and_wait_as_long():
 
 
 def test_two_ranks_are_measured():
-    found = links.measure_link(Cluster.local("cpu:0-1"), 2)
+    link = links.measure_link(Cluster.local("cpu:0-1"), 2)
 
-    assert 1e6 < found.bytes_per_s < 1e12 and 0 <= found.wait_s < 1
+    assert 1e6 < link.bytes_per_s < 1e12 and 0 <= link.wait_s < 1
 
 
 def test_ranks_that_share_their_cores_with_other_work_say_so(monkeypatch: pytest.MonkeyPatch):
@@ -117,9 +117,9 @@ def wired(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_gpus_are_measured_once_for_each_choice_of_them(measured: list[int], wired: dict[str, str]):
     """And again where the machine is wired otherwise, or has another driver."""
-    found = with_links(gpus(0, 1, 2, 3))
-    assert found.links == ((2, TWO), (4, FOUR)) and measured == [2, 4]
-    assert found.link_of_all.source == "measured between 4 GPUs"
+    linked = with_links(gpus(0, 1, 2, 3))
+    assert linked.links == ((2, TWO), (4, FOUR)) and measured == [2, 4]
+    assert linked.link_of_all.source == "measured between 4 GPUs"
     assert with_links(gpus(0, 1)).link_of_all.source == "measured between 2 GPUs" and measured == [2, 4]
     with_links(gpus(2, 3))
     assert measured == [2, 4, 2]
@@ -140,7 +140,7 @@ def test_gpus_that_can_not_be_measured_count_as_the_driver_says(
         raise RankFailed(failure_of(RuntimeError("NCCL error"), rank=1, sign=Heartbeat(0, "start", 0.0)))
 
     monkeypatch.setattr(links, "measure_link", fail)
-    found = with_links(gpus(0, 1))
-    assert not found.links and found.link_of_all.source == "PCIe 4 x16, as the driver says"
-    said = capsys.readouterr().err
-    assert "links between GPUs could not be measured" in said and "they count as PCIe 4 x16" in said
+    linked = with_links(gpus(0, 1))
+    assert not linked.links and linked.link_of_all.source == "PCIe 4 x16, as the driver says"
+    stderr_text = capsys.readouterr().err
+    assert "links between GPUs could not be measured" in stderr_text and "they count as PCIe 4 x16" in stderr_text

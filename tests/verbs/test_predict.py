@@ -52,12 +52,12 @@ def predicted(tmp_path: Path, precision: str, inputs: numpy.ndarray) -> tuple[nu
 def test_a_float64_job_predicts_in_float64(tmp_path: Path, dtype: type):
     """No digit of its inputs is lost, integers stay integers, and outputs have all digits too."""
     inputs = (numpy.random.default_rng(0).random((3, 3)) / 3).astype(dtype)
-    found, expected = predicted(tmp_path, "float64", inputs)
-    assert found.dtype == numpy.float64
-    numpy.testing.assert_allclose(found, expected.numpy(), rtol=1e-14)
+    actual, expected = predicted(tmp_path, "float64", inputs)
+    assert actual.dtype == numpy.float64
+    numpy.testing.assert_allclose(actual, expected.numpy(), rtol=1e-14)
 
 
 def test_a_float32_job_takes_float64_inputs_for_float32(tmp_path: Path):
-    found, expected = predicted(tmp_path, "float32", numpy.random.default_rng(0).random((3, 3)))
-    assert found.dtype == numpy.float32
-    numpy.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
+    actual, expected = predicted(tmp_path, "float32", numpy.random.default_rng(0).random((3, 3)))
+    assert actual.dtype == numpy.float32
+    numpy.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5)

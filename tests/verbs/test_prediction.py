@@ -31,11 +31,11 @@ def test_nothing_is_said_of_what_came_as_predicted():
     ({"step_s": 0.05}, 2.0, "the machine was busier, or colder, when its rates were taken"),
 ])
 def test_a_miss_has_one_likely_cause(changes: dict[str, Any], load: float, cause: str):
-    said = miss(figures(**changes), load=load)
+    message = miss(figures(**changes), load=load)
 
-    assert said.startswith(f"a step took {1e3 * changes['step_s']:.3g} ms and 90 to 110 ms were predicted: ")
-    assert "\n" not in said
-    assert re.search(cause, said)
+    assert message.startswith(f"a step took {1e3 * changes['step_s']:.3g} ms and 90 to 110 ms were predicted: ")
+    assert "\n" not in message
+    assert re.search(cause, message)
 
 
 def test_memory_that_was_missed_is_said():

@@ -30,23 +30,24 @@ def test_a_certificate_says_what_was_compared(tmp_path: Path) -> None:
     returned = paceline.verify(job, ["data=2", "pipeline=3"], steps=2, run=run)
 
     assert sorted(path.name for path in run.iterdir()) == ["certificate.json", "certificate.txt"]
-    found = json.loads((run / "certificate.json").read_text())
-    assert found["plans"] == [certificate.to_dict() for certificate in returned]
-    assert found["passed"] is False  # three stages of a model that has two pieces with weights
-    assert found["model"]["parameters"] == 6 * 8 + 8 + 8 * 3 + 3
-    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["paceline"] == paceline.__version__
-    assert found["run"] == {"steps": 2, "batch": 8, "seed": 5, "precision": "float32", "clip": 0.5, "optimizer": "SGD",
-                            "samples": 25}
-    assert found["randomness"]["switched_off"] == {"1": ["bernoulli_"]} and found["coupling"] is None
-    for precision in found["plans"][0]["precisions"]:
+    document = json.loads((run / "certificate.json").read_text())
+    assert document["plans"] == [certificate.to_dict() for certificate in returned]
+    assert document["passed"] is False  # three stages of a model that has two pieces with weights
+    assert document["model"]["parameters"] == 6 * 8 + 8 + 8 * 3 + 3
+    assert (document["versions"]["torch"] == torch.__version__
+            and document["versions"]["paceline"] == paceline.__version__)
+    assert document["run"] == {"steps": 2, "batch": 8, "seed": 5, "precision": "float32", "clip": 0.5,
+                               "optimizer": "SGD", "samples": 25}
+    assert document["randomness"]["switched_off"] == {"1": ["bernoulli_"]} and document["coupling"] is None
+    for precision in document["plans"][0]["precisions"]:
         worst = precision["worst"]["weight"]
-        spread = found["yardstick"][precision["precision"]]["weight"]
+        spread = document["yardstick"][precision["precision"]]["weight"]
         assert worst["name"] == precision["worst_param"] and worst["diff"] <= worst["tolerance"]
         assert 0 < spread["spread"] * 10 <= spread["tolerance"] and spread["step"] in (1, 2)
     text = (run / "certificate.txt").read_text()
     assert max(map(len, text.splitlines())) <= WIDTH
     for words in ("1 plans passed, 0 failed, 1 are none", "switched off, in 1", "passed  data=2", "no plan pipeline=3",
-                  found["model"]["initial_weights_sha256"], "pieces that can be cut apart"):
+                  document["model"]["initial_weights_sha256"], "pieces that can be cut apart"):
         assert words in text
 
 

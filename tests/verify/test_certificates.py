@@ -155,9 +155,9 @@ def local_normalisation(patch: pytest.MonkeyPatch) -> None:
     summed = SyncEveryStep.all_reduce_figures
 
     def alone(self: SyncEveryStep, figures: torch.Tensor) -> torch.Tensor:
-        found = summed(self, figures)
-        found[1] /= self.world_size
-        return found
+        sums = summed(self, figures)
+        sums[1] /= self.world_size
+        return sums
 
     patch.setattr(SyncEveryStep, "all_reduce_figures", alone)
 

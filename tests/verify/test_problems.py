@@ -67,33 +67,35 @@ def counted(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
 ])
 def test_a_layer_that_mixes_samples_is_named(model: Any, name: str, words: str) -> None:
     """The first whose output for a sample depends on the others."""
-    found = problem(make_job(model))
+    batch_problem = problem(make_job(model))
 
-    assert found is not None and (found.kind, found.names) == ("samples", (name,))
-    assert words in str(found) and "couples the samples" in str(found) and "tensor=N" in found.instead
+    assert batch_problem is not None and (batch_problem.kind, batch_problem.names) == ("samples", (name,))
+    assert (words in str(batch_problem) and "couples the samples" in str(batch_problem)
+            and "tensor=N" in batch_problem.instead)
 
 
 def test_a_layer_that_changes_with_every_forward_is_named() -> None:
     """What cutting a batch changes there is the number of forwards."""
-    found = problem(make_job(lambda: nn.Sequential(Counting(), nn.Identity())))
+    batch_problem = problem(make_job(lambda: nn.Sequential(Counting(), nn.Identity())))
 
-    assert found is not None and (found.kind, found.names) == ("changes", ("0",))
+    assert batch_problem is not None and (batch_problem.kind, batch_problem.names) == ("changes", ("0",))
 
 
 @pytest.mark.parametrize("loss", [contrastive, counted(contrastive)])
 def test_a_loss_that_compares_samples_is_named(loss: Any) -> None:
     """As a mean or as a (sum, count): it is no matter of its normalisation."""
-    found = problem(make_job(Mlp, loss=loss))
+    batch_problem = problem(make_job(Mlp, loss=loss))
 
-    assert found is not None and found.names == ("the loss",) and found.kind == "samples"
-    assert "the loss compares them" in found.reason and "hold all samples that are compared" in found.instead
+    assert batch_problem is not None and batch_problem.names == ("the loss",) and batch_problem.kind == "samples"
+    assert ("the loss compares them" in batch_problem.reason
+            and "hold all samples that are compared" in batch_problem.instead)
 
 
 def test_ignored_targets_are_no_comparison() -> None:
     """A mean over some targets is named as what it is, with (sum, count) as the way out."""
-    found = problem(make_job(Mlp, loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2)))
+    batch_problem = problem(make_job(Mlp, loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2)))
 
-    assert found is not None and found.kind == "loss" and "(sum, count)" in found.instead
+    assert batch_problem is not None and batch_problem.kind == "loss" and "(sum, count)" in batch_problem.instead
 
 
 @pytest.mark.parametrize("job", [
@@ -110,8 +112,8 @@ def test_jobs_that_are_exact_have_no_problem(job: paceline.Job) -> None:
 
 def test_a_plan_that_does_not_cut_the_batch_needs_no_conversion() -> None:
     """A layer that mixes samples, and a loss that does, are exact under split layers and placed parts."""
-    found = paceline.verify(make_job(Centred, loss=contrastive, drop_last=True, precision="float64"),
-                            ["tensor=2", "place=auto parts=2", "data=2"], steps=1)
+    certificates = paceline.verify(make_job(Centred, loss=contrastive, drop_last=True, precision="float64"),
+                                   ["tensor=2", "place=auto parts=2", "data=2"], steps=1)
 
-    assert [certificate.passed for certificate in found] == [True, True, False]
-    assert "couples the samples" in found[2].describe()
+    assert [certificate.passed for certificate in certificates] == [True, True, False]
+    assert "couples the samples" in certificates[2].describe()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from verify_jobs import make_job, passes, said
+from verify_jobs import failure_text, make_job, passes
 
 from paceline.runtime import window
 
@@ -79,4 +79,4 @@ def test_masks_that_are_alike_in_all_micro_batches(plan: str, monkeypatch: pytes
     monkeypatch.setattr(window, "seed_streams", lambda seed, what, step, part, *place: seed_streams(
         seed, what, step, part))
 
-    assert "must be keyed by the micro-batch" in said(make_job(dropout), plan)
+    assert "must be keyed by the micro-batch" in failure_text(make_job(dropout), plan)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from planted import verified
 from split_jobs import OWN, TRANSFORMERS, split_job
 from torch import nn
-from verify_jobs import Mlp, make_job, passes, said
+from verify_jobs import Mlp, failure_text, make_job, passes
 
 import paceline
 from paceline.capture.graph import Capture, capture
@@ -137,7 +137,7 @@ def test_a_wrong_tie_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages that don't add up the gradients of a weight that both use."""
     monkeypatch.setattr(Stages, "finish", lambda self: None)
 
-    assert "gradient of 'embed.weight'" in said(split_job("tied"), "pipeline=2")
+    assert "gradient of 'embed.weight'" in failure_text(split_job("tied"), "pipeline=2")
 
 
 def dropped_microbatch(patch: pytest.MonkeyPatch) -> None:
@@ -145,8 +145,8 @@ def dropped_microbatch(patch: pytest.MonkeyPatch) -> None:
     right = Engine._roots
 
     def roots(self: Engine, action: Any, staged: Any, flight: Any) -> Any:
-        found = right(self, action, staged, flight)
-        return ([], []) if action.stage == 0 and action.microbatch == 1 else found
+        right_roots = right(self, action, staged, flight)
+        return ([], []) if action.stage == 0 and action.microbatch == 1 else right_roots
 
     patch.setattr(Engine, "_roots", roots)
 
@@ -270,7 +270,7 @@ def test_models_with_fewer_pieces_than_a_plan_asks_for() -> None:
     model, graph = captured()
     refuse(model, graph, "pipeline=5", "the model has 3 pieces that can be cut apart and the plan needs 5 stages")
     refuse(model, graph, "place=auto parts=4", "the model has 3 pieces with parameters and 4 parts were asked for")
-    assert "the model has 3 pieces that can be cut apart and the plan needs 4" in said(
+    assert "the model has 3 pieces that can be cut apart and the plan needs 4" in failure_text(
         make_job(Mlp), "pipeline=2 schedule=interleaved")
 
 
@@ -305,7 +305,7 @@ def test_a_mean_over_targets_that_count_is_named() -> None:
     """Micro-batches have unequal numbers of targets: torch's own pipelines average such losses without an error."""
     job = make_job(Mlp, loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2))
 
-    assert "not the mean over its samples" in said(job, "pipeline=2")
+    assert "not the mean over its samples" in failure_text(job, "pipeline=2")
 
 
 # --- Placements by hand -------------------------------------------------------------------------------------------

@@ -38,9 +38,9 @@ class Critic(nn.Module):
 
 def test_a_model_that_can_not_be_evaluated() -> None:
     """The job never does; the certificate says that verify did not either."""
-    found = verdict(make_job(Critic), "data=2")
-    assert found.passed and found.note is not None, found.describe()
-    assert "evaluations are not compared: the model fails in evaluation mode" in found.note
+    certificate = verdict(make_job(Critic), "data=2")
+    assert certificate.passed and certificate.note is not None, certificate.describe()
+    assert "evaluations are not compared: the model fails in evaluation mode" in certificate.note
 
 
 def test_a_model_that_can_not_be_evaluated_and_should_be() -> None:
@@ -63,8 +63,8 @@ class Warming(Mlp):
 
 def test_a_count_that_one_replica_missed() -> None:
     """The replica without samples in the last window has not counted it; it goes on from the other's."""
-    found = verdict(make_job(Warming), "data=2 shares=3:1", steps=4)
-    assert found.passed, found.describe()
+    certificate = verdict(make_job(Warming), "data=2 shares=3:1", steps=4)
+    assert certificate.passed, certificate.describe()
 
 
 class Seen(Mlp):
@@ -81,8 +81,8 @@ class Seen(Mlp):
 
 
 def test_a_model_that_an_evaluation_changes() -> None:
-    found = verdict(make_job(Seen), "tensor=2")
-    assert found.passed and "an evaluation changes 'mean'" in (found.note or ""), found.describe()
+    certificate = verdict(make_job(Seen), "tensor=2")
+    assert certificate.passed and "an evaluation changes 'mean'" in (certificate.note or ""), certificate.describe()
 
 
 class CentreInAttribute(Mlp):
@@ -102,8 +102,8 @@ class CentreInAttribute(Mlp):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("plan", "expected"), [("tensor=2", "passed"), ("pipeline=2", "coupled")])
 def test_an_attribute_that_becomes_a_buffer(plan: str, expected: str) -> None:
-    found = verdict(make_job(CentreInAttribute), plan)
-    assert found.verdict == expected, found.describe()
+    certificate = verdict(make_job(CentreInAttribute), plan)
+    assert certificate.verdict == expected, certificate.describe()
 
 
 def test_an_attribute_that_replicas_keep_apart_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +111,8 @@ def test_an_attribute_that_replicas_keep_apart_is_seen(monkeypatch: pytest.Monke
     from paceline.runtime.buffers import ChangingBuffers
 
     monkeypatch.setattr(ChangingBuffers, "meet", lambda self, weight, group, *, has_unsynced=None: None)
-    found = verdict(make_job(CentreInAttribute, precision="float64"), "data=2", steps=1)
-    assert found.verdict == "failed" and "buffer of 'centre'" in str(found.reason), found.describe()
+    certificate = verdict(make_job(CentreInAttribute, precision="float64"), "data=2", steps=1)
+    assert certificate.verdict == "failed" and "buffer of 'centre'" in str(certificate.reason), certificate.describe()
 
 
 class Normalising(nn.Module):
@@ -132,8 +132,9 @@ def test_a_model_that_writes_to_its_input(layers: tuple[Any, ...], expected: str
     """verify runs it several times on one batch, also to name what couples samples."""
     items = [({"x": x, "kind": torch.tensor(number % 2)}, y) for number, (x, y) in enumerate(make_job().data)]
     job = make_job(lambda: Normalising(*(make() for make in layers)), data=items, batch=7)
-    found = verdict(job, "data=2", resume="no")
-    assert found.verdict == expected and (not layers or "BatchNorm" in str(found.reason)), found.describe()
+    certificate = verdict(job, "data=2", resume="no")
+    assert certificate.verdict == expected and (
+        not layers or "BatchNorm" in str(certificate.reason)), certificate.describe()
 
 
 class Halved(Mlp):
@@ -164,13 +165,14 @@ def test_a_hook_sees_the_gradient_of_one_replica() -> None:
 def test_a_plan_that_was_named_and_is_none_for_the_model() -> None:
     """It is refused, which is no error of the plan; it does not pass."""
     job = make_job(lambda: nn.Linear(6, 3), loss=F.cross_entropy)
-    found = verdict(job, "pipeline=2")
-    assert found.verdict == "refused" and not found.passed and found.asked_for
-    assert "pieces that can be cut apart" in found.describe() and "hint" in found.describe()
+    certificate = verdict(job, "pipeline=2")
+    assert certificate.verdict == "refused" and not certificate.passed and certificate.asked_for
+    assert "pieces that can be cut apart" in certificate.describe() and "hint" in certificate.describe()
 
 
 def test_a_window_that_a_plan_cuts_into_single_samples() -> None:
     """A BatchNorm takes none: neither do one device that cuts alike and the plan."""
     job = make_job(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), drop_last=True, batch=4)
-    found = verdict(job, "pipeline=2 microbatches=4")
-    assert found.verdict == "refused" and "can't be trained on one sample" in str(found.refused), found.describe()
+    certificate = verdict(job, "pipeline=2 microbatches=4")
+    assert certificate.verdict == "refused" and "can't be trained on one sample" in str(
+        certificate.refused), certificate.describe()

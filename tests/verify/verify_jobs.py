@@ -37,7 +37,7 @@ def passes(job: paceline.Job, *plans: str, steps: int = 2) -> None:
     assert not failed, "\n".join(failed)
 
 
-def said(job: paceline.Job, plan: str, *, steps: int = 2) -> str:
+def failure_text(job: paceline.Job, plan: str, *, steps: int = 2) -> str:
     """What verify says of a plan that must fail, in float64 and without a resume."""
     certificate, = paceline.verify(replace(job, precision="float64"), [plan], steps=steps, resume="no")
     assert not certificate.passed, certificate.describe()

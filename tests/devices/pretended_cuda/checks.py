@@ -47,17 +47,17 @@ class _Recurrent(nn.Module):
 
 def means() -> dict[str, Any]:
     """How far layers without their draws are from layers that don't draw, with what was switched off or left on."""
-    found = {}
+    observed = {}
     for name, model in (("dropout", nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 2))),
                         ("attention", _Attention()), ("recurrent", _Recurrent())):
         model, x = model.cuda(), torch.randn(4, 5, 8, device="cuda")
         with WithoutRandomness() as random:
             drawn = _figures(model, x)
         plain = _figures(model.eval(), x)
-        found[name] = {"off": max(float((one - other).abs().max()) for one, other in zip(drawn, plain, strict=True)),
-                       "switched_off": sorted({name for names in random.off.values() for name in names}),
-                       "left_on": sorted(random.left_on), "draws": len(random.drawn)}
-    return found
+        observed[name] = {"off": max(float((one - other).abs().max()) for one, other in zip(drawn, plain, strict=True)),
+                          "switched_off": sorted({name for names in random.off.values() for name in names}),
+                          "left_on": sorted(random.left_on), "draws": len(random.drawn)}
+    return observed
 
 
 def _figures(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -69,19 +69,19 @@ def _figures(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def device() -> dict[str, Any]:
     """What torch says of a device, its streams, its memory and its refusals."""
-    found: dict[str, Any] = {"count": torch.cuda.device_count(),
-                             "accelerator": str(torch.accelerator.current_accelerator())}
+    observed: dict[str, Any] = {"count": torch.cuda.device_count(),
+                                "accelerator": str(torch.accelerator.current_accelerator())}
     stream, before, after = torch.cuda.Stream(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     x = torch.ones(4, 4, device="cuda:1")
     with torch.cuda.stream(stream):
         before.record()
-        found["is_current"] = torch.cuda.current_stream() == stream
+        observed["is_current"] = torch.cuda.current_stream() == stream
         after.record()
     torch.cuda.current_stream().wait_event(after)
-    found["elapsed"] = before.elapsed_time(after) >= 0
-    found["allocated"] = torch.cuda.memory_allocated("cuda:1"), torch.accelerator.memory_allocated("cuda:1")
-    found["free"] = torch.cuda.mem_get_info("cuda:1")
-    found["pinned"] = torch.ones(3).pin_memory().is_pinned(), torch.ones(3).is_pinned()
+    observed["elapsed"] = before.elapsed_time(after) >= 0
+    observed["allocated"] = torch.cuda.memory_allocated("cuda:1"), torch.accelerator.memory_allocated("cuda:1")
+    observed["free"] = torch.cuda.mem_get_info("cuda:1")
+    observed["pinned"] = torch.ones(3).pin_memory().is_pinned(), torch.ones(3).is_pinned()
     for name, work in (("mixed", lambda: x + torch.ones(4, 4)), ("two", lambda: x + torch.ones(4, 4, device="cuda:0")),
                        ("index", lambda: torch.ones(1, device="cuda:9")),
                        ("generator", lambda: torch.rand(1, device="cuda:1", generator=torch.Generator())),
@@ -89,14 +89,14 @@ def device() -> dict[str, Any]:
         try:
             work()
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            observed[name] = f"{type(error).__name__}: {error}"
     torch.manual_seed(5)
     draws = [torch.rand(3, device="cuda:1") for _ in range(2)]
     torch.manual_seed(5)
-    found["draws"] = [torch.equal(draws[0], torch.rand(3, device="cuda:1")), torch.equal(draws[0], draws[1])]
+    observed["draws"] = [torch.equal(draws[0], torch.rand(3, device="cuda:1")), torch.equal(draws[0], draws[1])]
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        found["autocast"] = str((x @ x).dtype), str(x.sum().dtype), str(F.softmax((x @ x), 0).dtype)
-    return found
+        observed["autocast"] = str((x @ x).dtype), str(x.sum().dtype), str(F.softmax((x @ x), 0).dtype)
+    return observed
 
 
 def generated() -> dict[str, Any]:
@@ -120,17 +120,17 @@ def generated() -> dict[str, Any]:
         "sampler": lambda g: torch.tensor(list(RandomSampler(range(9), generator=g)), device="cpu"),
         "drawn sampler": lambda g: torch.tensor(list(RandomSampler(range(9), True, 4, generator=g)), device="cpu"),
         "loader": lambda g: next(iter(DataLoader(torch.arange(6, device="cpu"), 6, True, generator=g)))}
-    found = {}
+    observed = {}
     for name, draw in draws.items():
         expected = draw(torch.Generator().manual_seed(3))
         with MakesOn(torch.device("cuda", 1), "float32"):
             drawn = draw(torch.Generator().manual_seed(3))
-        found[name] = [str(drawn.device), torch.equal(drawn.cpu(), expected)]
+        observed[name] = [str(drawn.device), torch.equal(drawn.cpu(), expected)]
     with MakesOn(torch.device("cuda", 1), "float32"):
-        found["own"] = [str(torch.rand(3, generator=torch.Generator("cuda:1")).device), True]
-        found["NumPy"] = [str(torch.tensor(np.random.default_rng(0).normal(size=3)).device), True]
-        found["shared"] = [str(torch.from_numpy(np.zeros(3)).device), True]
-    return found
+        observed["own"] = [str(torch.rand(3, generator=torch.Generator("cuda:1")).device), True]
+        observed["NumPy"] = [str(torch.tensor(np.random.default_rng(0).normal(size=3)).device), True]
+        observed["shared"] = [str(torch.from_numpy(np.zeros(3)).device), True]
+    return observed
 
 
 def shared() -> dict[str, Any]:
@@ -139,7 +139,7 @@ def shared() -> dict[str, Any]:
 
     from paceline.capture.written import SeenValue
 
-    found: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
     writes = {"nothing": lambda x: x.sum() + x[1:].exp(), "in place": lambda x: x.add_(1),
               "a view": lambda x: x[1:].zero_(), "data": lambda x: x.data.mul_(2),
               "out=": lambda x: torch.add(x, 1, out=x),
@@ -149,19 +149,20 @@ def shared() -> dict[str, Any]:
         x = torch.ones(8, device="cuda:1")
         used = torch.cuda.memory_allocated("cuda:1")
         before, seen = counting.counts()["reads"], SeenValue(x)
-        held = torch.cuda.memory_allocated("cuda:1") - used
+        allocated_bytes = torch.cuda.memory_allocated("cuda:1") - used
         write(x)
         is_written = seen.is_written()
-        found[name] = [held, is_written, counting.counts()["reads"] - before, seen.value.tolist() == [1.0] * 8]
+        observed[name] = [allocated_bytes, is_written, counting.counts()["reads"] - before,
+                          seen.value.tolist() == [1.0] * 8]
         del x, seen
-    return found
+    return observed
 
 
 def counts() -> dict[str, Any]:
     """What is counted of reads and uploads."""
     import pretended_cuda_device as counting
 
-    found: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
     x, host = torch.ones(8, device="cuda"), torch.ones(8)
     pinned = host.pin_memory()
     for name, work in (("item", lambda: x.sum().item()), ("list", x.tolist), ("if", lambda: bool(x.any())),
@@ -171,9 +172,9 @@ def counts() -> dict[str, Any]:
                        ("wait", torch.cuda.synchronize)):
         before = counting.counts()
         work()
-        found[name] = {key: value - before[key] for key, value in counting.counts().items()
-                       if value != before[key] and key != "kernels"}
-    return found
+        observed[name] = {key: value - before[key] for key, value in counting.counts().items()
+                          if value != before[key] and key != "kernels"}
+    return observed
 
 
 def poisoned() -> dict[str, Any]:
@@ -182,14 +183,14 @@ def poisoned() -> dict[str, Any]:
 
     fork._is_apart = False
     torch.ones(2, requires_grad=True).sum().backward()
-    found = {}
+    observed = {}
     for name, work in (("use", lambda: float(torch.ones(1, device="cuda"))),
                        ("backward", lambda: torch.ones(2, requires_grad=True).sum().backward())):
         try:
             fork.in_a_fork(work)
         except RuntimeError as error:
-            found[name] = str(error)
-    return found
+            observed[name] = str(error)
+    return observed
 
 
 def roundings() -> dict[str, list[float]]:
@@ -200,16 +201,16 @@ def roundings() -> dict[str, list[float]]:
     from pretended_cuda.jobs import JOBS
 
     backends: Any = torch.backends
-    jobs, found = ("float32", "images in float32", "recurrent in float32", "blocks", "half"), {}
+    jobs, observed = ("float32", "images in float32", "recurrent in float32", "blocks", "half"), {}
     with computing_on(torch.device("cuda", 1)):
         assert tf32() == {"matrix products": False, "convolutions": True, "recurrent layers": True}
-        found["default"] = [coarsest(JOBS[name]()) for name in jobs]
+        observed["default"] = [coarsest(JOBS[name]()) for name in jobs]
         backends.cuda.matmul.fp32_precision = "tf32"
         backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
-        found["matrix products"] = [coarsest(JOBS[name]()) for name in jobs]
+        observed["matrix products"] = [coarsest(JOBS[name]()) for name in jobs]
         backends.cuda.matmul.fp32_precision = "ieee"
-        found["nothing"] = [coarsest(JOBS[name]()) for name in jobs]
-    return found
+        observed["nothing"] = [coarsest(JOBS[name]()) for name in jobs]
+    return observed
 
 
 class _Positions(nn.Module):
@@ -228,13 +229,13 @@ def kept() -> list[int]:
     from paceline.capture.graph import capture
     from paceline.capture.price import kept_bytes
 
-    found = []
+    kept_by_device_bytes = []
     for device in ("cpu", "cuda"):
         model = nn.Sequential(_Positions(), _Positions()).to(device)
         captured = capture(model, (torch.randn(4, 6, 8, device=device),), {})
-        found.append(sum(kept_bytes(piece, captured.values, dict(model.named_parameters()),
-                                    dict(model.named_buffers())) for piece in captured.pieces))
-    return found
+        kept_by_device_bytes.append(sum(kept_bytes(piece, captured.values, dict(model.named_parameters()),
+                                                   dict(model.named_buffers())) for piece in captured.pieces))
+    return kept_by_device_bytes
 
 
 def exchanged() -> list[dict[str, Any]]:
@@ -256,20 +257,20 @@ def tasks() -> list[dict[str, int]]:
 
     def body(context: Any, num_mib: int, line: Any) -> dict[str, int]:
         gc.disable()
-        found = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+        memory_bytes = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
         model = nn.Linear(num_mib << 9, 512, bias=False, device=context.device)
         model.itself = [model]  # a cycle
-        return {**found, "peak": torch.cuda.max_memory_allocated()}
+        return {**memory_bytes, "peak": torch.cuda.max_memory_allocated()}
 
     fork._is_apart = False
-    found = []
+    results = []
     with Pool(body, Cluster.local("cuda:0").devices, timeout_s=60) as pool:
         for num_mib in (64, 2):
             pool.start(num_mib, [0], fault_policy=ALL_NEEDED)
             while not (events := pool.wait(1.0)):
                 pass
-            found.append(events[0].value if events[0].failure is None else {"failed": events[0].failure.message})
-    return found
+            results.append(events[0].value if events[0].failure is None else {"failed": events[0].failure.message})
+    return results
 
 
 def ahead() -> dict[str, Any]:
@@ -287,7 +288,7 @@ def ahead() -> dict[str, Any]:
 
     expected = [batch.input.tolist() for _, (batch,) in feed()]
     made.clear()
-    prefetch, found = Prefetch(feed(), torch.device("cuda:0"), torch.float64), dict[str, Any](made=[0])
+    prefetch, observed = Prefetch(feed(), torch.device("cuda:0"), torch.float64), dict[str, Any](made=[0])
     drawn = [random.getstate(), np.random.get_state()[2], torch.get_rng_state()]
     fed = []
     for calls in ("n", "a", "n", "a", "n", "an"):
@@ -297,14 +298,14 @@ def ahead() -> dict[str, Any]:
                 prefetch.prepare_next()  # another evaluation of the same step
             else:
                 fed.append(prefetch.next())
-        found["made"].append(len(made))
+        observed["made"].append(len(made))
         if calls == "n" and len(fed) == 1:
             drawn = [random.getstate(), np.random.get_state()[2], torch.get_rng_state()]
         if len(fed) == 1 and calls == "a":
-            found["draws"] = [random.getstate() == drawn[0], np.random.get_state()[2] == drawn[1],
-                              torch.equal(torch.get_rng_state(), drawn[2])]
+            observed["draws"] = [random.getstate() == drawn[0], np.random.get_state()[2] == drawn[1],
+                                 torch.equal(torch.get_rng_state(), drawn[2])]
     assert prefetch.next() is None
-    return {**found, "samples": [one.placed[0].input.tolist() for one in fed if one], "expected": expected,
+    return {**observed, "samples": [one.placed[0].input.tolist() for one in fed if one], "expected": expected,
             "devices": sorted({str(one.placed[0].input.device) for one in fed if one})}
 
 
@@ -412,10 +413,10 @@ def staging() -> dict[str, Any]:
         staged = Staging(torch.device("cuda:0"))
     finally:
         torch.cuda.Event = event  # type: ignore[misc]
-    found: dict[str, Any] = {"reads": [], "same": [], "pointers": []}
+    observed: dict[str, Any] = {"reads": [], "same": [], "pointers": []}
     with ThreadPoolExecutor(1) as thread:
         thread.submit(staged.reserve, pieces[1:]).result()
-    found["reserved"] = [memory.data_ptr() for memory in staged.memory.values()]
+    observed["reserved"] = [memory.data_ptr() for memory in staged.memory.values()]
     for is_for_updates in (lambda name: name != "buffers/b", lambda name: False):
         before, _ = counted.counts()["reads"], Note.told.append("save")
         copies = staged.copy(pieces, is_for_updates=is_for_updates)
@@ -423,12 +424,12 @@ def staging() -> dict[str, Any]:
         staged.before_update()
         staged.before_update()
         Note.told.append("update")
-        found["reads"].append(counted.counts()["reads"] - before)
+        observed["reads"].append(counted.counts()["reads"] - before)
         staged.wait()
-        found["same"] += [torch.equal(copy, expected[piece.name]) and copy.is_pinned() and copy.is_contiguous()
-                          for piece, copy in zip(pieces, copies, strict=True)]
-        found["pointers"].append([copy.data_ptr() for copy in copies])
-    return {**found, "told": list(Note.told)}
+        observed["same"] += [torch.equal(copy, expected[piece.name]) and copy.is_pinned() and copy.is_contiguous()
+                             for piece, copy in zip(pieces, copies, strict=True)]
+        observed["pointers"].append([copy.data_ptr() for copy in copies])
+    return {**observed, "told": list(Note.told)}
 
 
 def examined() -> dict[str, Any]:
@@ -440,18 +441,18 @@ def examined() -> dict[str, Any]:
 
     fork._is_apart = False
     doctor_gpus.COPIED_BYTES = 2**20
-    found = {name: check() for name, check in {
+    observed = {name: check() for name, check in {
         "GPUs": doctor_gpus.check_gpus, **doctor_gpus.CHECKS, "NCCL": doctor_gpus.check_nccl}.items()}
 
     def hang(*_: Any) -> None:
         time.sleep(60)
 
     doctor_gpus.NCCL_TIMEOUT_S, doctor_gpus._sum = 2.0, hang
-    found["NCCL that hangs"] = doctor_gpus.check_nccl()
+    observed["NCCL that hangs"] = doctor_gpus.check_nccl()
     doctor_gpus.LOOK_TIMEOUT_S, doctor_gpus._look = 0.5, hang
     try:
         doctor_gpus.look()
     except RuntimeError as error:
-        found["a look that hangs"] = str(error)
-    found["used"] = torch.cuda.is_initialized()
-    return found
+        observed["a look that hangs"] = str(error)
+    observed["used"] = torch.cuda.is_initialized()
+    return observed

@@ -74,9 +74,9 @@ def _reduce_scattered(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 def _swapped(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Pieces of unequal length."""
     rank, tensor = dist.get_rank(), _own(device, dtype, 5)
-    found = torch.zeros(4 if rank == 0 else 6, dtype=dtype, device=device)
-    dist.all_to_all_single(found, tensor, [2 + rank, 2 + rank], [2, 3])
-    return [found]
+    received = torch.zeros(4 if rank == 0 else 6, dtype=dtype, device=device)
+    dist.all_to_all_single(received, tensor, [2 + rank, 2 + rank], [2, 3])
+    return [received]
 
 
 def _together(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -91,26 +91,26 @@ def _together(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 def _functional(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """As DTensor asks."""
     tensor, group = _own(device, dtype, 4), dist.group.WORLD
-    found = [functional.all_reduce(tensor, "sum", group), functional.all_gather_tensor(tensor, 0, group),
-             functional.reduce_scatter_tensor(tensor, "sum", 0, group), functional.broadcast(tensor, 1, group),
-             functional.all_to_all_single(tensor, None, None, group)]
-    return [functional.wait_tensor(each) for each in found]
+    pending = [functional.all_reduce(tensor, "sum", group), functional.all_gather_tensor(tensor, 0, group),
+               functional.reduce_scatter_tensor(tensor, "sum", 0, group), functional.broadcast(tensor, 1, group),
+               functional.all_to_all_single(tensor, None, None, group)]
+    return [functional.wait_tensor(each) for each in pending]
 
 
 def _crossing(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Both ranks expect two messages before they send: as pipelines do."""
-    rank, found = dist.get_rank(), [torch.zeros(3, dtype=dtype, device=device) for _ in range(4)]
-    expected = [dist.irecv(tensor, 1 - rank) for tensor in found[:2]]
+    rank, tensors = dist.get_rank(), [torch.zeros(3, dtype=dtype, device=device) for _ in range(4)]
+    expected = [dist.irecv(tensor, 1 - rank) for tensor in tensors[:2]]
     sent = [dist.isend(_own(device, dtype, 3) + k, 1 - rank) for k in range(2)]
-    batch = dist.batch_isend_irecv([dist.P2POp(dist.irecv, found[2], 1 - rank),
-                                    dist.P2POp(dist.isend, found[0], 1 - rank)]) if rank else []
+    batch = dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensors[2], 1 - rank),
+                                    dist.P2POp(dist.isend, tensors[0], 1 - rank)]) if rank else []
     for work in (*expected, *sent):
         work.wait()
     if not rank:
-        batch = dist.batch_isend_irecv([dist.P2POp(dist.isend, found[0], 1), dist.P2POp(dist.irecv, found[3], 1)])
+        batch = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensors[0], 1), dist.P2POp(dist.irecv, tensors[3], 1)])
     for work in batch:
         work.wait()
-    return found
+    return tensors
 
 
 EXCHANGES: dict[str, Exchange] = {
@@ -147,49 +147,49 @@ def _refusals(group: Any, device: torch.device) -> dict[str, str]:
         "allgather": lambda: group.allgather([[x, y]], [x]), "send": lambda: group.send([x], 1 - dist.get_rank(), 0),
         "recv": lambda: group.recv([x], 1 - dist.get_rank(), 0),
         "gather": lambda: group._allgather_base(torch.ones(SIZE * SIZE, device=device), x)}
-    found = {}
+    refusals = {}
     for name, ask in asked.items():
         try:
             ask()
-            found[name] = "taken"
+            refusals[name] = "taken"
         except RuntimeError as error:
-            found[name] = str(error).splitlines()[0]
-    return found
+            refusals[name] = str(error).splitlines()[0]
+    return refusals
 
 
 def _rank(context: RankContext) -> dict[str, Any]:
     group, devices = dist.group.WORLD, set[str]()
     refusals = _refusals(group.over_gloo, context.device)
     group.over_gloo, own = _Seen(group.over_gloo, devices), group.over_gloo
-    found: dict[str, Any] = {}
+    is_alike: dict[str, Any] = {}
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
         for name, exchange in EXCHANGES.items():
             on_gpu, on_cpu = (exchange(torch.device(kind), dtype) for kind in (context.device, "cpu"))
             alike = [a.device == context.device and torch.equal(a.cpu(), b)
                      for a, b in zip(on_gpu, on_cpu, strict=True)]
-            found[f"{name}, {dtype}"] = all(alike)
+            is_alike[f"{name}, {dtype}"] = all(alike)
     for kind in (context.device, torch.device("cpu")):
         mean, part = _own(kind, torch.float64, SIZE), torch.zeros(1, dtype=torch.float64, device=kind)
         dist.reduce_scatter_tensor(part, mean, dist.ReduceOp.AVG)
         dist.all_reduce(mean, dist.ReduceOp.AVG)
-        found[f"mean on {kind.type}"] = mean.tolist() == [0.5, 2.0] and part.item() == [0.5, 2.0][dist.get_rank()]
+        is_alike[f"mean on {kind.type}"] = mean.tolist() == [0.5, 2.0] and part.item() == [0.5, 2.0][dist.get_rank()]
     crossed = _crossing(context.device, torch.float64)
     theirs = _own(torch.device("cpu"), torch.float64, 3) * 0 + torch.arange(3) * (2 - dist.get_rank()) \
         + 1 - dist.get_rank()
-    found["crossing"] = torch.equal(crossed[0].cpu(), theirs) and torch.equal(crossed[1].cpu(), theirs + 1)
+    is_alike["crossing"] = torch.equal(crossed[0].cpu(), theirs) and torch.equal(crossed[1].cpu(), theirs + 1)
     saved = _own(context.device, torch.float64, 3).requires_grad_()
     product, version = saved * saved, saved._version
     dist.broadcast(saved.detach(), 0)
-    found["no change to autograd"] = saved._version == version and product.sum().backward() is None
+    is_alike["no change to autograd"] = saved._version == version and product.sum().backward() is None
     later = torch.ones(2, device=context.device)
     work = dist.all_reduce(later, async_op=True)
     assert work is not None
     while not work.is_completed():
         pass
-    found["polled"] = later.tolist() == [SIZE, SIZE]
+    is_alike["polled"] = later.tolist() == [SIZE, SIZE]
     dist.barrier()
     group.over_gloo = own
-    return {"alike": found, "devices": sorted(devices), "refusals": refusals, "backend": dist.get_backend()}
+    return {"alike": is_alike, "devices": sorted(devices), "refusals": refusals, "backend": dist.get_backend()}
 
 
 def exchanged() -> list[dict[str, Any]]:

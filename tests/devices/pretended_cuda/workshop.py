@@ -182,9 +182,10 @@ def _verify(request: dict[str, Any]) -> dict[str, Any]:
     """Certificates of plans for the job, and the document that they are in."""
     run = Path(request["run"])
     try:
-        found = paceline.verify(JOBS[request["job"]](), request["plans"], devices=request["devices"], run=run,
-                                timeout_s=120, **request["options"])
-        return {"certificates": [each.to_dict() for each in found], "described": [each.describe() for each in found],
+        certificates = paceline.verify(JOBS[request["job"]](), request["plans"], devices=request["devices"], run=run,
+                                       timeout_s=120, **request["options"])
+        return {"certificates": [each.to_dict() for each in certificates],
+                "described": [each.describe() for each in certificates],
                 "document": json.loads((run / "certificate.json").read_text()),
                 "table": (run / "certificate.txt").read_text()}
     except PacelineError as error:

@@ -34,11 +34,11 @@ def test_uncovered_is_exact(region: Region, boxes: list[Region]) -> None:
     for box in boxes:
         expected[box.slices((0, 0))] = 0
 
-    found = torch.zeros_like(expected)
+    coverage = torch.zeros_like(expected)
     for rest in uncovered(region, boxes):
-        found[rest.slices((0, 0))] += 1
+        coverage[rest.slices((0, 0))] += 1
 
-    assert torch.equal(found, expected)
+    assert torch.equal(coverage, expected)
 
 
 @given(st.tuples(st.integers(1, 3), st.integers(1, 3)), st.lists(st.tuples(
@@ -91,18 +91,18 @@ def test_dtensor_pieces_tile_the_whole(num_rows: int) -> None:
 
     whole = torch.arange(num_rows * 3.0).reshape(num_rows, 3)
     chunks = whole.chunk(4)
-    found = []
+    all_pieces = []
     for rank in range(4):
         with mesh_of(4, rank) as mesh:
             local = chunks[rank].clone() if rank < len(chunks) else torch.empty(0, 3)
             tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
             pieces = pieces_of("w", tensor)
         assert len(pieces) == (rank < len(chunks))
-        found += pieces
+        all_pieces += pieces
 
-    assert [piece.offsets[0] for piece in found] == [sum(len(c) for c in chunks[:i]) for i in range(len(chunks))]
-    assert all(piece.shape == (num_rows, 3) for piece in found)
-    assert torch.equal(torch.cat([piece.tensor for piece in found]), whole)
+    assert [piece.offsets[0] for piece in all_pieces] == [sum(len(c) for c in chunks[:i]) for i in range(len(chunks))]
+    assert all(piece.shape == (num_rows, 3) for piece in all_pieces)
+    assert torch.equal(torch.cat([piece.tensor for piece in all_pieces]), whole)
 
 
 def test_hybrid_dtensor_pieces_are_equal_on_replicas() -> None:

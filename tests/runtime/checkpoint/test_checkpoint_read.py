@@ -67,9 +67,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 def newest(run_dir: Path) -> tuple[int, list[str]]:
     warnings: list[str] = []
-    found = newest_checkpoint(run_dir, accept=lambda _: None, warn=warnings.append)
-    assert found is not None
-    return found.step, warnings
+    checkpoint = newest_checkpoint(run_dir, accept=lambda _: None, warn=warnings.append)
+    assert checkpoint is not None
+    return checkpoint.step, warnings
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -346,10 +346,10 @@ def test_checksums_can_be_left_to_one_rank(run_dir: Path) -> None:
 def test_an_unaccepted_checkpoint_is_passed_over(run_dir: Path) -> None:
     """The caller's reason against a checkpoint is told with its name, and the next older one is tried."""
     warnings: list[str] = []
-    found = newest_checkpoint(
+    accepted = newest_checkpoint(
         run_dir, warn=warnings.append,
         accept=lambda checkpoint: "it is of another seed" if checkpoint.document["cursor"] == 20 else None)
-    assert found is not None and found.step == 10
+    assert accepted is not None and accepted.step == 10
     assert warnings == [f"checkpoint {run_dir}/checkpoints/step-20 is passed over: it is of another seed"]
 
 

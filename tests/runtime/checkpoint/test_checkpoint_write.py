@@ -237,9 +237,9 @@ def test_a_cut_off_replacement_loses_nothing(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(CheckpointError, match="Input/output error"):
         writer.wait()
 
-    found = newest_checkpoint(tmp_path, accept=lambda _: None, warn=pytest.fail)
-    assert found is not None and found.step == 1
-    assert torch.equal(found.read("w"), W)
+    checkpoint = newest_checkpoint(tmp_path, accept=lambda _: None, warn=pytest.fail)
+    assert checkpoint is not None and checkpoint.step == 1
+    assert torch.equal(checkpoint.read("w"), W)
 
 
 @pytest.mark.parametrize("junk", ["file", "COMMIT that is no object", "COMMIT of something else"])
@@ -549,8 +549,8 @@ def test_large_tensors_are_written_in_runs(shape: list[int], run_bytes: int) -> 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(write, "_RUN_BYTES", run_bytes)
         write_whole(Path(folder, "model.safetensors"), tensors)
-        found = load_file(Path(folder, "model.safetensors"))
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+        loaded = load_file(Path(folder, "model.safetensors"))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 def test_complex_numbers_are_written_as_pairs(tmp_path: Path) -> None:
@@ -576,8 +576,8 @@ def test_without_a_snapshot_nothing_is_copied(tmp_path: Path, monkeypatch: pytes
     tensors = {"w": W, "turned": torch.ones(2, 5).T, "tied": W[1:2]}
     writer.save(1, [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)], snapshot=False)
     writer.wait()
-    found = open_checkpoint(tmp_path / "checkpoints" / "step-1")
-    assert all(torch.equal(found.read(name), tensor) for name, tensor in tensors.items())
+    checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-1")
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
     assert copied == [(5, 2)]
 
 
@@ -649,22 +649,22 @@ def test_a_late_reservation_overwrites_no_copy() -> None:
     assert torch.equal(copied, tensor)
 
 
-@pytest.mark.parametrize(("alike", "said"), [
+@pytest.mark.parametrize(("alike", "message"), [
     ([{"0,1": {"w": 7}}, {"0,1": {"w": 7}}], ""), ([{"0": {"w": 7}}, {"1": {"w": 8}}], ""), ([{}, {}], ""),
     ([{"0,1": {"v": 1, "w": 7}}, {"0,1": {"v": 1, "w": 8}}], "'w' on rank 1 is not what rank 0 holds"),
     ([{"0,1": {"w": 7}}, {"0,1": {}}], "'w' on rank 1 is not what rank 0 holds")])
-def test_what_replicas_do_not_agree_on_is_never_committed(tmp_path: Path, alike: list[Any], said: str) -> None:
+def test_what_replicas_do_not_agree_on_is_never_committed(tmp_path: Path, alike: list[Any], message: str) -> None:
     """Whatever becomes of the run meanwhile: their writers find it by themselves."""
     both = writers(tmp_path, 2)
-    for writer, pieces, held in zip(both, halves(), alike, strict=True):
-        writer.save(3, pieces, {}, held_alike=lambda held=held: held)
-    if not said:
+    for writer, pieces, fingerprints in zip(both, halves(), alike, strict=True):
+        writer.save(3, pieces, {}, held_alike=lambda fingerprints=fingerprints: fingerprints)
+    if not message:
         for writer in both:
             writer.wait()
         assert newest_step(tmp_path) == 3
         return
     for writer in both:
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             writer.wait()
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
@@ -699,10 +699,10 @@ def block_saves(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threa
     return started, released
 
 
-def wait_for(found: Callable[[], list[Path]]) -> list[Path]:
+def wait_for(list_paths: Callable[[], list[Path]]) -> list[Path]:
     """What a look finds, as soon as it finds something."""
     for _ in range(2000):
-        if paths := found():
+        if paths := list_paths():
             return paths
         threading.Event().wait(0.005)
     raise AssertionError("nothing came in 10 s")

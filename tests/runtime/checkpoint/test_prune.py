@@ -90,7 +90,7 @@ def test_a_save_that_is_cut_off_anywhere_loses_no_other_checkpoint(tmp_path, cut
         path = source.choice(files)
         whole = path.read_bytes()
         path.write_bytes(whole[:source.randrange(len(whole))])
-        found = newest_checkpoint(tmp_path, accept=lambda checkpoint: None, warn=lambda text: None)
-        assert found is not None and found.document == {"step": 1}, path
-        assert found.read("w").tolist() == [1.0] * 40
+        newest = newest_checkpoint(tmp_path, accept=lambda checkpoint: None, warn=lambda text: None)
+        assert newest is not None and newest.document == {"step": 1}, path
+        assert newest.read("w").tolist() == [1.0] * 40
         path.write_bytes(whole)

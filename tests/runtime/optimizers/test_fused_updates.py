@@ -55,16 +55,16 @@ def trained(run: Path, name: str, plan: str, *, resume: bool = False, steps: int
 @pytest.mark.parametrize("option", ["fused", "foreach"])
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_are_one_devices(name: str, option: str, plan: str, tmp_path: Path):
-    found = trained(tmp_path / "plan", name, plan, **{option: True})
+    weights = trained(tmp_path / "plan", name, plan, **{option: True})
     for key, value in trained(tmp_path / "one", name, "single").items():
-        torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(weights[key], value, rtol=1e-11, atol=1e-12)
 
 
 def test_a_fused_run_goes_on_on_one_device(tmp_path: Path):
     trained(tmp_path / "run", "AdamW", "shard=2", fused=True, steps=2)
-    found = trained(tmp_path / "run", "AdamW", "single", fused=True, resume=True)
+    weights = trained(tmp_path / "run", "AdamW", "single", fused=True, resume=True)
     for key, value in trained(tmp_path / "one", "AdamW", "single").items():
-        torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(weights[key], value, rtol=1e-11, atol=1e-12)
 
 
 def test_a_checkpoint_does_not_say_how_updates_are_computed():

@@ -58,11 +58,11 @@ def test_state_inside_lists_is_found() -> None:
     finally:
         dist.destroy_process_group()
 
-    for found in (distributed[0], distributed[1]["a"][1]):
-        assert isinstance(found, DTensor) and found.shape == (4, 3)
+    for tensor in (distributed[0], distributed[1]["a"][1]):
+        assert isinstance(tensor, DTensor) and tensor.shape == (4, 3)
     assert distributed[1]["a"][0] is count and distributed[1]["a"][2] == 3
-    for found in (plain[0], plain[1]["a"][1]):
-        assert not isinstance(found, DTensor) and found.data_ptr() == part.data_ptr() and found.shape == (2, 3)
+    for tensor in (plain[0], plain[1]["a"][1]):
+        assert not isinstance(tensor, DTensor) and tensor.data_ptr() == part.data_ptr() and tensor.shape == (2, 3)
     assert plain[1]["a"][0] is count and isinstance(plain[1]["a"], tuple) and plain[1]["a"][2] == 3
     assert isinstance(as_plain(nn.Parameter(torch.ones(2))), nn.Parameter)
 

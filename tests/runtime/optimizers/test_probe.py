@@ -160,8 +160,8 @@ def test_owners_are_balanced_by_size() -> None:
 
     owners = deal_out(sizes, 3)
 
-    held = [sum(size for name, size in sizes.items() if owners[name] == place) for place in range(3)]
-    assert max(held) - min(held) <= 1
+    owned_sizes = [sum(size for name, size in sizes.items() if owners[name] == place) for place in range(3)]
+    assert max(owned_sizes) - min(owned_sizes) <= 1
 
 
 def test_several_optimizers_are_refused_with_a_way_out():

@@ -142,11 +142,11 @@ def test_tensors_travel_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_state_is_held_by_one_rank_of_each(run_ranks: Callable[..., list[Any]]) -> None:
     """Each matrix's state is on one rank alone; what is treated element by element stays in parts."""
-    held = run_ranks(_held_state, 2)
+    state_by_rank = run_ranks(_held_state, 2)
 
-    assert sorted(held[0]["whole"] + held[1]["whole"]) == sorted(
+    assert sorted(state_by_rank[0]["whole"] + state_by_rank[1]["whole"]) == sorted(
         name for name, p in Net().named_parameters() if p.ndim == 2)
-    assert held[0]["parts"] == held[1]["parts"] == sorted(
+    assert state_by_rank[0]["parts"] == state_by_rank[1]["parts"] == sorted(
         name for name, p in Net().named_parameters() if p.ndim != 2)
 
 

@@ -65,10 +65,10 @@ def test_steps_in_turns_say_what_compiled_code_gains(monkeypatch: pytest.MonkeyP
     """In seconds that the rank computed, which other processes move by less than half."""
     monkeypatch.setattr(calibration, "FEWEST_IN_TURNS", 16)
     monkeypatch.setattr(calibration, "IN_TURNS_S", 0.1)
-    found = calibration.calibrate(a_job(LONG), Cluster.local("cpu:0"), Plan.parse("single compile=blocks"), 0.1)
-    assert found.gain is not None and 0.5 * EAGER_S < found.gain.seconds < 2 * EAGER_S
-    assert found.gain.low_s <= found.gain.seconds <= found.gain.high_s
-    assert found.start_s > EAGER_S  # to be traced takes longer than a step
+    measured = calibration.calibrate(a_job(LONG), Cluster.local("cpu:0"), Plan.parse("single compile=blocks"), 0.1)
+    assert measured.gain is not None and 0.5 * EAGER_S < measured.gain.seconds < 2 * EAGER_S
+    assert measured.gain.low_s <= measured.gain.seconds <= measured.gain.high_s
+    assert measured.start_s > EAGER_S  # to be traced takes longer than a step
 
 
 def test_a_plan_that_starts_at_once_has_nothing_to_leave_out() -> None:

@@ -61,9 +61,9 @@ def price(plan: Plan) -> Estimate:
 @pytest.mark.parametrize(("steps", "chosen"), [(None, "single"), (50, "single"), (90, "single compile=blocks")])
 def test_compiling_is_proposed_for_long_runs_alone(steps: int | None, chosen: str):
     """Half a second of each step makes up for 40 after 80 steps."""
-    found = search(price, Limits(8, compiled_steps=steps), DeviceCounts(2, 2, may_be_fewer=True))
-    assert found.chosen is not None and str(found.chosen.plan) == chosen
-    proposed = [one for one in found.ranked if one.plan.modifiers.compile != "none"]
+    ranked_plans = search(price, Limits(8, compiled_steps=steps), DeviceCounts(2, 2, may_be_fewer=True))
+    assert ranked_plans.chosen is not None and str(ranked_plans.chosen.plan) == chosen
+    proposed = [one for one in ranked_plans.ranked if one.plan.modifiers.compile != "none"]
     assert bool(proposed) == (chosen != "single")
     assert all(one.plan.relaxed is None for one in proposed)
 
@@ -109,13 +109,14 @@ def test_the_planner_says_where_compiling_does_not_pay():
         estimate = price(plan)
         return replace(estimate, step_s=0.98 * price(Plan()).step_s) if estimate.start_s else estimate
 
-    def found(price: Callable[[Plan], Estimate]) -> RankedPlans:
+    def ranked_plans(price: Callable[[Plan], Estimate]) -> RankedPlans:
         return search(price, Limits(8, compiled_steps=10_000), DeviceCounts(1, 1))
 
-    assert "does not pay here" in compiling(found(hardly)) and found(hardly).chosen.plan == Plan()
-    assert "pays from 80 steps on" in compiling(found(price))
-    measured = replace(found(price).chosen.estimate, is_measured=True, start_s=20.0, gain=Gain(-0.1, -0.2, 0.01, 30))
-    tried = replace(found(price), ranked=[Candidate(COMPILED, measured)])
+    assert "does not pay here" in compiling(ranked_plans(hardly)) and ranked_plans(hardly).chosen.plan == Plan()
+    assert "pays from 80 steps on" in compiling(ranked_plans(price))
+    measured = replace(ranked_plans(price).chosen.estimate, is_measured=True, start_s=20.0,
+                       gain=Gain(-0.1, -0.2, 0.01, 30))
+    tried = replace(ranked_plans(price), ranked=[Candidate(COMPILED, measured)])
     assert "does not pay here" in compiling(tried) and "30 pairs" in compiling(tried)
     assert compiling(search(price, Limits(8), DeviceCounts(1, 1))) == ""
 

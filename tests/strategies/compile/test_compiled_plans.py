@@ -162,17 +162,17 @@ class _WithNumpy(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize(("forward", "steps", "said"), [
+@pytest.mark.parametrize(("forward", "steps", "message"), [
     (prints, 1, "torch.compile can't compile 'layers.0' as a whole (Unsupported"),
     (counts, 12, "'layers.0' had to be compiled too often"),
     (fails, 1, "mat1 and mat2 shapes cannot be multiplied"),
 ])
-def test_what_can_t_be_compiled_is_refused_by_name(forward: Any, steps: int, said: str, tmp_path: Path,
+def test_what_can_t_be_compiled_is_refused_by_name(forward: Any, steps: int, message: str, tmp_path: Path,
                                                    without_compiler: None) -> None:
     """And a block that fails by itself fails with its own error."""
     with pytest.raises(RankFailed) as failed:
         train("single compile=blocks", tmp_path / "run", model=lambda: Breaking(forward), steps=steps)
-    assert said in str(failed.value)
+    assert message in str(failed.value)
     assert ("leave out compile=blocks" in str(failed.value)) == (forward is not fails)
 
 

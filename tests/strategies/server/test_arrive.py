@@ -38,10 +38,10 @@ class Instant:
 def _arrivals(model: nn.Module, *, servers: int = 2, compress: str = "none") -> WeightArrivals:
     parameters = dict(model.named_parameters())
     shards = assign(served_parameters(parameters), servers, compress=compress, chunk_bytes=64)
-    found = WeightArrivals(parameters, [Instant(shard) for shard in shards])  # type: ignore[misc]
-    found.ask(3)
-    found.begin()
-    return found
+    arrivals = WeightArrivals(parameters, [Instant(shard) for shard in shards])  # type: ignore[misc]
+    arrivals.ask(3)
+    arrivals.begin()
+    return arrivals
 
 
 class Odd(nn.Module):

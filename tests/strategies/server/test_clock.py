@@ -23,9 +23,9 @@ class Play:
             clock.join(worker)
 
     def moves(self) -> list[tuple]:
-        found: list[tuple] = [("ask", w) for w in self.clock.workers]
-        found += [("finish", w) for w in self.clock.workers if self.can_finish(w)]
-        return found + [("hold", *place) for place in self.sending] + [("make", u) for u in self.clock.ready()]
+        possible_moves: list[tuple] = [("ask", w) for w in self.clock.workers]
+        possible_moves += [("finish", w) for w in self.clock.workers if self.can_finish(w)]
+        return possible_moves + [("hold", *place) for place in self.sending] + [("make", u) for u in self.clock.ready()]
 
     def do(self, move: tuple) -> bool:
         """Whether anything came of it."""

@@ -408,11 +408,11 @@ _messages = st.one_of(
 
 @given(st.lists(_messages | st.binary(max_size=60), min_size=1, max_size=6), st.booleans())
 @settings(max_examples=60)
-def test_a_worker_that_says_anything(attacked: Run, said: list[bytes], stays: bool):
+def test_a_worker_that_says_anything(attacked: Run, messages: list[bytes], stays: bool):
     """It is heard to its end, whatever it says, and its connection ends."""
     control = attacked.reach(Role.CONTROL, 1, 7)
     with suppress(WireError):
-        for data in said:
+        for data in messages:
             control.send(Header(Kind.MESSAGE, len(data)), data)
         control.send(Header(Kind.WELCOME if stays else Kind.MESSAGE))  # nothing may begin so
     assert _is_closed(control)

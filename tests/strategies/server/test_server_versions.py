@@ -59,12 +59,12 @@ def slowly(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bo
 def test_weights_of_an_update_that_was_just_made_count_as_having_it(plan: str, tmp_path: Path,
                                                                     monkeypatch: pytest.MonkeyPatch):
     slowly(monkeypatch, ShardService, "made", after=False)
-    found = updates_had(tmp_path, plan)
-    assert len(found) == STEPS and all(had == said for had, said in found), found
+    update_counts = updates_had(tmp_path, plan)
+    assert len(update_counts) == STEPS and all(had == reported for had, reported in update_counts), update_counts
 
 
 def test_rounded_weights_count_as_having_no_update_that_came_after_them(tmp_path: Path,
                                                                         monkeypatch: pytest.MonkeyPatch):
     slowly(monkeypatch, ShardMemory, "sent", after=True)
-    found = updates_had(tmp_path, "server=1 workers=1 staleness=2 compress=bf16")
-    assert len(found) == STEPS and all(had == said for had, said in found), found
+    update_counts = updates_had(tmp_path, "server=1 workers=1 staleness=2 compress=bf16")
+    assert len(update_counts) == STEPS and all(had == reported for had, reported in update_counts), update_counts

@@ -25,12 +25,12 @@ def _held(model: list, *, split: bool = True, optimizers: int = 1) -> list[Serve
 def test_every_row_is_held_once(model: list, num_servers: int, split: bool, optimizers: int):
     """Slices of all servers tile every parameter; chunks tile every server's memory in the order of its slices, and
     each is one optimizer's."""
-    held = _held(model, split=split, optimizers=optimizers)
+    parameters = _held(model, split=split, optimizers=optimizers)
     try:
-        shards = assign(held, num_servers, chunk_bytes=100)
+        shards = assign(parameters, num_servers, chunk_bytes=100)
     except PlanError:
         return
-    for one in held:
+    for one in parameters:
         runs = sorted((part.start, part.stop) for shard in shards for part in shard.slices if part.name == one.name)
         assert runs[0][0] == 0 and runs[-1][1] == (one.shape[0] if one.shape else 1)
         assert all(a[1] == b[0] for a, b in pairwise(runs))
@@ -54,7 +54,7 @@ def test_balance_by_bytes():
 
     loads = [shard.num_bytes for shard in assign(model, 3)]
 
-    assert sum(loads) == sum(held.num_bytes for held in model)
+    assert sum(loads) == sum(parameter.num_bytes for parameter in model)
     assert max(loads) <= 1.01 * min(loads)
 
 
@@ -91,4 +91,4 @@ def test_a_fingerprint_tells_layouts_apart():
     model = [ServedParameter("w", (100, 3), "float32", 4)]
     prints = {fingerprint(assign(model, n, chunk_bytes=b)) for n in (1, 2) for b in (100, 1000)}
 
-    assert len(prints) == 4 and all(len(found) == 32 for found in prints)
+    assert len(prints) == 4 and all(len(digest) == 32 for digest in prints)

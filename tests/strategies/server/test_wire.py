@@ -69,12 +69,12 @@ class Served:
 
     def __init__(self, num_parts: int = 1, identity: Identity | None = None) -> None:
         self.identity = identity
-        self.held: queue.Queue[tuple[int, float]] = queue.Queue()
+        self.completed: queue.Queue[tuple[int, float]] = queue.Queue()
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
         self.exchange = ShardService(
             SHARD, ShardTerms(num_parts, end=100, keeps_sending=True, measures=True),
-            ShardEvents(complete=lambda *told: self.held.put(told), ready=lambda gradients, scale: None,
+            ShardEvents(complete=lambda *told: self.completed.put(told), ready=lambda gradients, scale: None,
                         lost=lambda *told: self.lost.put(told), failed=self.failed.put), Uplink())
         self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT,
                              identity=identity)
@@ -112,28 +112,29 @@ def identity() -> Identity:
 
 @pytest.fixture(params=["plain", "tls"])
 def served(request: pytest.FixtureRequest, identity: Identity) -> Iterator[Served]:
-    found = Served(identity=identity if request.param == "tls" else None)
-    yield found
-    found.close()
+    server = Served(identity=identity if request.param == "tls" else None)
+    yield server
+    server.close()
 
 
 @pytest.fixture
 def plain() -> Iterator[Served]:
-    found = Served()
-    yield found
-    found.close()
+    server = Served()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module", params=["plain", "tls"])
 def shared(request: pytest.FixtureRequest, identity: Identity) -> Iterator[Served]:
     """One server for many strangers."""
-    found = Served(identity=identity if request.param == "tls" else None)
-    yield found
-    found.close()
+    server = Served(identity=identity if request.param == "tls" else None)
+    yield server
+    server.close()
 
 
 def _parameters() -> dict[str, torch.nn.Parameter]:
-    return {held.name: torch.nn.Parameter(torch.zeros(held.shape, dtype=getattr(torch, held.dtype))) for held in MODEL}
+    return {parameter.name: torch.nn.Parameter(torch.zeros(parameter.shape, dtype=getattr(torch, parameter.dtype)))
+            for parameter in MODEL}
 
 
 def _pull(parameters: dict[str, torch.nn.Parameter], link: ServerConnection) -> int:
@@ -155,7 +156,7 @@ def _works(served: Served, update: int = 0) -> None:
     pusher.begin(last=True)
     sum((p.float() * 2).sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
     pusher.finish()
-    assert served.held.get(timeout=60) == (update, 4.0 * (21 + 5 + 4))
+    assert served.completed.get(timeout=60) == (update, 4.0 * (21 + 5 + 4))
     assert all(bool((g == 2).all()) for g in served.exchange.gradients(update)[0].values())
     served.exchange.drop(update)
     link.close()
@@ -218,12 +219,12 @@ def test_parts_are_summed_in_their_order():
     served = Served(num_parts=2)
     links = [served.reach(Peer(Role.DATA, worker, 5)) for worker in (0, 1)]
     for worker in (1, 0):
-        assert served.held.empty()
+        assert served.completed.empty()
         for number, chunk in enumerate(SHARD.chunks):
             values = torch.full((chunk.stop - chunk.start,), 1.0 + worker, dtype=getattr(torch, chunk.dtype))
             links[worker].send(Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, worker, 5, 9, number), bytes_of(values))
         time.sleep(0.05)
-    assert served.held.get(timeout=60)[0] == 9
+    assert served.completed.get(timeout=60)[0] == 9
     assert all(bool((g == 3).all()) for g in served.exchange.gradients(9)[0].values())
     served.close()
 
@@ -263,8 +264,8 @@ def test_another_version(plain: Served):
     struct.pack_into(">H", head, 4, wire.VERSION + 1)
     with plain.stranger() as sock:
         sock.sendall(head)
-        said = b"".join(iter(lambda: sock.recv(4096), b""))
-    assert f"version {wire.VERSION + 1}".encode() in said
+        reply = b"".join(iter(lambda: sock.recv(4096), b""))
+    assert f"version {wire.VERSION + 1}".encode() in reply
     with pytest.raises(WireError, match=f"version {wire.VERSION + 1}"):
         Header.unpack(bytes(head))
 
@@ -325,7 +326,7 @@ def test_a_chunk_twice_and_a_chunk_cut_off(served: Served):
         served.exchange.drop(4)
         connection.close()
         served.exchange.closed.discard(4)
-    assert served.held.empty()
+    assert served.completed.empty()
     _works(served)
 
 
@@ -337,7 +338,7 @@ def test_chunks_of_a_dropped_update(served: Served):
         connection.send(Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, 77, 3, number), bytes(chunk.num_bytes))
     connection.send(Header(Kind.PULL))
     assert connection.receive().kind == Kind.WEIGHTS
-    assert served.held.empty() and not served.exchange.gatherings
+    assert served.completed.empty() and not served.exchange.gatherings
     connection.close()
 
 
@@ -381,11 +382,11 @@ class Attacked:
     """A server with a table. Who breaks the rules is given up, as a coordinator does."""
 
     def __init__(self) -> None:
-        self.held: queue.Queue[int] = queue.Queue()
+        self.completed: queue.Queue[int] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
         self.exchange = ShardService(
             TABLED, ShardTerms(1, end=100, keeps_sending=True, measures=True), ShardEvents(
-                complete=lambda update, squares: self.held.put(update), ready=lambda gradients, scale: None,
+                complete=lambda update, squares: self.completed.put(update), ready=lambda gradients, scale: None,
                 lost=lambda peer, error: self.exchange.dismiss(peer.number, peer.incarnation, keeps=[]),
                 failed=self.failed.put), Uplink())
         for view in self.exchange.views.values():
@@ -410,7 +411,7 @@ class Attacked:
             connection.read_into(memoryview(bytearray(header.length)))
         for frame in _frames(own, update):
             connection.send(*frame)
-        while self.held.get(timeout=60) != update:  # a stranger's was complete
+        while self.completed.get(timeout=60) != update:  # a stranger's was complete
             pass
         assert self.failed.empty()
         assert all(bool((g.to_dense() == 0).all()) for g in self.exchange.gradients(update)[0].values())
@@ -424,10 +425,10 @@ class Attacked:
 
 @pytest.fixture(scope="module")
 def attacked() -> Iterator[Attacked]:
-    found = Attacked()
-    yield found
-    found.door.close()
-    found.exchange.close()
+    server = Attacked()
+    yield server
+    server.door.close()
+    server.exchange.close()
 
 
 def _frames(incarnation: int, update: int) -> list[tuple[Header, bytes]]:
@@ -549,7 +550,7 @@ def test_what_is_left_of_a_worker_that_is_given_up(served: Served):
         for number, chunk in enumerate(chunks):
             connection.send(Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, 77, update, number),
                             bytes(chunk.num_bytes))
-    assert [served.held.get(timeout=60)[0] for _ in range(2)] == [4, 5]
+    assert [served.completed.get(timeout=60)[0] for _ in range(2)] == [4, 5]
     served.exchange.dismiss(0, 77, keeps=[4])
     assert served.loses()[0] == WORKER
     deadline_s = time.monotonic() + 5
