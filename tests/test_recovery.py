@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import paceline as pl
 from paceline.launch.logs import logger
 from paceline.launch.state_copies import StateCopies
+from paceline.runtime import copies as copies_module
 from paceline.runtime.checkpoint.pieces import TensorPiece
 from paceline.runtime.copies import Copier, open_copy, open_newest
 from paceline.runtime.drift import fingerprints
@@ -215,6 +216,40 @@ def test_the_newest_copy_is_the_last_that_all_ranks_made():
     copies.write(0, 6, [memoryview(b"6")], b"[0]")
     assert copies.index(0, 6) == b"[0]" and copies.index(0, 5) == b"{}" and copies.newest(range(2)) == 5
     copies.close()
+
+
+def test_copies_fit_into_half_of_the_memory_beside_those_that_are_made(monkeypatch: pytest.MonkeyPatch):
+    """Two of each rank of the host; what is made already is there to be written over."""
+    monkeypatch.setattr(copies_module, "free_memory_bytes", lambda: free_bytes)
+    memory = StateCopies(2)
+    copier = Copier(_Context(0), memory, num_ranks=2)
+    pieces = [piece("rows", torch.zeros(100, 10), 100, 0)]  # 4,000 bytes
+    free_bytes = 31_999
+    assert not copier.fits(pieces)
+    free_bytes = 32_000
+    assert copier.fits(pieces)
+    copier.copy(1, pieces, None)
+    made_bytes = memory.num_bytes(0)
+    assert 4000 < made_bytes < 4400  # with its index
+    free_bytes = 32_000 - 2 * made_bytes
+    assert copier.fits(pieces)
+    free_bytes -= 1
+    assert not copier.fits(pieces)
+    memory.give_back(0)
+    assert memory.num_bytes(0) == 0
+    memory.close()
+
+
+@pytest.mark.parametrize(("plan", "poor_rank"), [("data=2", 1), ("server=1 workers=1 staleness=1", 0)])
+def test_without_memory_no_copy_is_begun(tmp_path: Path, plan: str, poor_rank: int, monkeypatch: pytest.MonkeyPatch,
+                                         capfd: pytest.CaptureFixture[str]):
+    """On no rank if one of them has no memory: the kernel would end it in the first copy, and then in all restarts."""
+    monkeypatch.setattr(Copier, "fits", lambda self, pieces: self.context.rank != poor_rank)
+    monkeypatch.setattr(Copier, "_write", lambda *what: pytest.fail("a copy was made"))
+    train(tmp_path / "run", plan)
+    assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+    err = capfd.readouterr().err
+    assert err.count("memory has no room for copies of the state") == 1 and "all ranks start again" not in err
 
 
 def test_a_copy_of_a_gpu_counts_until_it_is_in_pinned_memory(monkeypatch: pytest.MonkeyPatch):

@@ -85,6 +85,10 @@ class StepSlots:
         self._words[_WORDS * slot + 1], self._words[_WORDS * slot + 2] = index_start, end
         self._words[_WORDS * slot] = step
 
+    def num_bytes(self, rank: int) -> int:
+        """Memory that this rank's slots take."""
+        return sum(os.fstat(self._files[slot]).st_size for slot in self._slots(rank))
+
     def extent(self, rank: int, step: int) -> tuple[int, int]:
         """Where the index of what this rank wrote after a step begins, and where it ends, as all of it does."""
         slot = self.steps(rank)[step]

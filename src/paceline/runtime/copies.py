@@ -65,7 +65,6 @@ class Copier:
     sent: int = -1
     blocked_s: float = 0.0
     num_copies: int = 0
-    num_bytes: int = 0
     _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False)
     _staging: Staging | None = field(default=None, repr=False)
     _thread: threading.Thread | None = field(default=None, repr=False)
@@ -115,10 +114,9 @@ class Copier:
         began_s = time.perf_counter() if began_s is None else began_s
         self.wait()
         pieces = list(pieces)
-        self.num_bytes = sum(piece.tensor.nbytes for piece in pieces)
         index = _index(pieces, document, self.origin)
         if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
-            is_first = self._staging is None
+            is_first = self.num_copies == 0
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             staged = iter(self._staging.copy(on_gpu, is_for_updates=is_for_updates))
             tensors = [next(staged) if piece.tensor.is_cuda else piece.tensor.clone() for piece in pieces]
@@ -175,13 +173,16 @@ class Copier:
         """Likewise from one copy that another host takes over to the next."""
         return _affordable(self.neighbour.took_s if self.neighbour is not None else 0.0, step_s, TIME_SHARE)
 
-    def fits(self) -> bool:
-        """Whether copies of all ranks of this host, each as large as this rank's, fit into its memory; some are made
-        already. What is on a GPU is copied to pinned memory first, whose blocks torch rounds up to a power of two
-        (at::CachingHostAllocator)."""
-        free_bytes = free_memory_bytes() + self.num_bytes
-        num_times = SLOTS + (SLOTS + 1 if self.neighbour is not None else 0) + 2 * (self._staging is not None)
-        return num_times * self.num_bytes * self.num_ranks <= MEMORY_SHARE * free_bytes
+    def fits(self, pieces: Sequence[TensorPiece]) -> bool:
+        """Whether copies of all ranks of this host, each of pieces as large as these, fit into its memory, where those
+        that are there stand already. What is on a GPU is copied to pinned memory first."""
+        num_bytes = sum(piece.tensor.nbytes for piece in pieces)
+        num_bytes *= SLOTS + (SLOTS + 1 if self.neighbour is not None else 0)
+        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
+            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
+            num_bytes += self._staging.missing_bytes(on_gpu)
+        made_bytes = self.copies.num_bytes(self.context.slot)
+        return self.num_ranks * num_bytes <= MEMORY_SHARE * (free_memory_bytes() + self.num_ranks * made_bytes)
 
 
 def _affordable(took_s: float, step_s: float, share: float) -> int:

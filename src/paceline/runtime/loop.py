@@ -811,8 +811,12 @@ def _copy(run: _Run) -> None:
     if run.copier is None:
         return
     fingerprints = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
-    pieces = state.pieces(run.stepper, host_ranks=context.local_world_size if context.host_copies is not None else None)
-    copier.copy(run.step, chain(pieces, fingerprints), _copy_document(run),
+    pieces = list(chain(state.pieces(run.stepper, host_ranks=context.local_world_size if context.host_copies is not None
+                                     else None), fingerprints))
+    if copier.num_copies == 0 and _greatest(run, int(not copier.fits(pieces))):  # too late once the kernel ends a rank
+        _end_copies(run)
+        return
+    copier.copy(run.step, pieces, _copy_document(run),
                 is_for_updates=partial(state.is_for_updates, run.stepper), began_s=began_s)
     if copier.num_copies == 2 and run.live is None:  # all ranks have the one before
         copier.copies.live.forget(context.slot)
@@ -822,7 +826,7 @@ def _copy(run: _Run) -> None:
         if copier.num_copies <= 2:  # the times of later ones are those of copies before them
             copier.wait()
         share, step_s = COPY_SHARE if run.is_noting else TIME_SHARE, statistics.median(run.speed.latest_s)
-        copier.every = _greatest(run, copier.affordable_every(step_s, share=share) if copier.fits() else _NEVER)
+        copier.every = _greatest(run, copier.affordable_every(step_s, share=share) if copier.fits(pieces) else _NEVER)
         if copier.neighbour is not None:
             copier.send_every = _greatest(run, copier.affordable_send_every(step_s))
         if copier.every == _NEVER:
@@ -843,7 +847,13 @@ def _is_sent(run: _Run, copier: Copier, neighbour: HostCopies) -> bool:
 
 
 def _end_copies(run: _Run) -> None:
-    run.copier = None
+    """Make no more copies, and give back the memory of those that no other host takes over. All ranks do."""
+    assert run.copier is not None
+    copier, run.copier = run.copier, None
+    if copier.neighbour is None:
+        copier.copies.give_back(run.context.slot)
+        if run.live is None:
+            copier.copies.live.forget(run.context.slot)
     run.display.say("a host's memory has no room for copies of the state: if a rank is lost, the run goes on from the "
                     "last checkpoint")
 

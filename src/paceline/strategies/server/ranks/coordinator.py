@@ -20,6 +20,7 @@ from paceline.runtime import state
 from paceline.runtime.checkpoint.prune import prune
 from paceline.runtime.checkpoint.read import newest_saved_step
 from paceline.runtime.control import Requests, RunControl
+from paceline.runtime.copies import Copier
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.evaluate import quotients
 from paceline.runtime.folder import CHECKPOINTS, EVENTS, JOURNAL, METRICS
@@ -193,6 +194,8 @@ class Coordinator(Server):
         if copier is None or not is_due or self.copying or self.metrics is None or (
                 self.version - self.turns.before(self.turns.steps(self.history.first)) > _MOST_ALSO):
             return
+        if copier.num_copies == 0 and not self._keeps_copies(copier):
+            return
         self.copying = set(self.followers)
         for connection in self.followers.values():
             connection.send_message({"copy": self.version})
@@ -203,10 +206,16 @@ class Coordinator(Server):
                    "metrics_bytes": self.metrics.stat().st_size})
         if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies
             copier.every = copier.affordable_every(statistics.median(self.speed.latest_s or [0]) / self.turns.width)
-            if not copier.fits():
-                self.copier = None
-                self.display.say("this host's memory has no room for copies of the state: if a server is lost, the run "
-                                 "goes on from the last checkpoint")
+            self._keeps_copies(copier)
+
+    def _keeps_copies(self, copier: Copier) -> bool:
+        """Whether there is memory for copies of all servers; without it none is made any more."""
+        if copier.fits(list(state.pieces(self.shelf))):
+            return True
+        self.copier = None
+        self.display.say("this host's memory has no room for copies of the state: if a server is lost, the run goes on "
+                         "from the last checkpoint")
+        return False
 
     def _begin_journal(self) -> None:
         first, later = self.history.first, self.history.later
