@@ -24,16 +24,16 @@ This page shows which kinds of jobs are exact under which plans. Use it to see w
 
     paceline verify job.py --plan "data=2 shard=2"
 
-{jobs} small jobs, each with one idea, trained under {plans} plans on CPU ranks. Each run was compared with a plain loop
-on one device: the final weights and buffers, the loss of every step, and the validation loss if there is one. The
-plain loop shares nothing with Paceline but the job's fields and the order of data. The jobs are in `tests/corpus/`.
+{jobs} small jobs, each with one idea, trained under {plans} plans on CPU ranks. The test compares each run with a plain
+loop on one device: the final weights and buffers, the loss of every step, and the validation loss if there is one. The
+plain loop shares only the job's fields and the order of data with Paceline. The jobs are in `tests/corpus/`.
 
-- `=` exact: equal to one device up to rounding. In float64 that is 1e-9, relative to the largest number of a tensor. If
-  a job computes in float32 or less, more is allowed.
+- `=` exact: equal to one device up to rounding. In float64 the limit is 1e-9, relative to the largest number of a
+  tensor. The limit is larger if a job computes in float32 or a shorter format.
 - `~` coupled: the job's samples depend on each other (BatchNorm, batch statistics, state that changes with each
-  forward) and the plan cuts the batch. The run equals one device that cuts each batch alike.
-- `-` refused before the first update, with a reason.
-- `X` wrong: other numbers, a hang, or an error that is not a refusal.
+  forward) and the plan cuts the batch. The run equals one device that cuts each batch in the same way.
+- `-` refused: Paceline refuses the plan before the first update, with a reason.
+- `X` wrong: different numbers, a hang, or an error that is not a refusal.
 
 The page does not cover GPUs, several hosts, speed, or relaxed plans, which are not meant to equal one device.
 """
