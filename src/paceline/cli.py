@@ -200,8 +200,8 @@ def plan_(
     lora: Annotated[int | None, typer.Option(metavar="RANK", help="With --hf: adapters by peft.")] = None,
     sequence: Annotated[int | None, typer.Option(metavar="TOKENS", help="With --hf: of a sample; 1024.")] = None,
     batch: Annotated[int | None, typer.Option(metavar="SAMPLES", help="With --hf: of a step; 8.")] = None,
-    weights: Annotated[str | None, typer.Option(metavar="DTYPE", help="With --hf: float32 or bfloat16; by default "
-                                                "what the configuration says.")] = None,
+    weights: Annotated[str | None, typer.Option(metavar="DTYPE", help="With --hf: float32, float16 or bfloat16; by "
+                                                "default what the configuration says.")] = None,
     cluster: Annotated[str, typer.Option("--cluster", "--gpus", metavar="CLUSTER",
                                          help="local, 2xcpu, 8xH100, 16x8xH100, 2x24GB, or a TOML file.")] = "local",
     relaxed: Annotated[bool, typer.Option("--relaxed", help="A plan may be chosen that is not exact.")] = False,
