@@ -130,6 +130,21 @@ def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path
     assert again.history == result.history and again.metrics == result.metrics and again.best.step == result.best.step
 
 
+class Looks(pl.Callback):
+    """Reads the weights before the first step."""
+
+    def on_start(self, run: Any) -> None:
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in run.state_dict().items()}
+
+
+@pytest.mark.timeout(60)
+def test_weights_before_the_first_step_are_those_of_all_servers(tmp_path: Path):
+    """Server 0 may ask callbacks before the other servers have joined it."""
+    looks = Looks()
+    assert train([looks], "server=2 workers=1", tmp_path, epochs=1)["steps"] == 5
+    assert looks.shapes == {name: tuple(tensor.shape) for name, tensor in net().state_dict().items()}
+
+
 class Fails(pl.Callback):
     def on_evaluation(self, run: Any, evaluation: Any) -> None:
         if evaluation.step == 10:

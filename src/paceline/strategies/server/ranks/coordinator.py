@@ -242,6 +242,11 @@ class Coordinator(Server):
         return self._is_stale or len(self.workers) == servers_of(self.plan).workers
 
     @property
+    def _lacks_followers(self) -> bool:
+        """Whether some other server has yet to join."""
+        return len(self.followers) < servers_of(self.plan).server - 1
+
+    @property
     def _is_stale(self) -> bool:
         """Whether a part of a step is an update of its own."""
         return servers_of(self.plan).staleness != 0
@@ -285,6 +290,8 @@ class Coordinator(Server):
         """
         try:
             if self.control is not None:
+                while self._lacks_followers:  # callbacks may want all weights
+                    self._hear(self.inbox, timeout_s=LOOK_S)
                 document = self.checkpoint.document if self.checkpoint is not None else {}
                 self._ask("start", callbacks=document.get("callbacks"), keeps=self.is_copied)
             while not self.over:
@@ -502,7 +509,7 @@ class Coordinator(Server):
 
     def _advance(self) -> None:
         """Make what is complete, stop where something is due, and give idle workers something to do."""
-        if len(self.followers) < servers_of(self.plan).server - 1:
+        if self._lacks_followers:
             return
         ready = self.clock.ready()
         for update in ready:
