@@ -414,7 +414,8 @@ class Coordinator(Server):
         self.context.beat("reduce")
         if "alive" in message:  # a step may be long: servers that wait for it are not stuck
             for connection in self.followers.values():
-                connection.send_message(message)
+                with suppress(WireError):  # its end is in the inbox, and at the run's end it is none to tell of
+                    connection.send_message(message)
             return
         if message.keys() & {"figures", "update"}:
             assert self.meetings is not None

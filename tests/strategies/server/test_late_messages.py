@@ -1,0 +1,70 @@
+"""What peers still say when the run is over and others have left: it ends as if they had said nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline as pl
+from paceline.launch.context import RankContext
+from paceline.launch.heartbeats import HeartbeatTable
+from paceline.plans import Plan
+from paceline.runtime.loop import Settings
+from paceline.strategies.server.exchange.wire import Closed, Peer, Role, Uplink
+from paceline.strategies.server.ranks.coordinator import Coordinator
+from paceline.strategies.server.ranks.roles import RankTask, Rendezvous
+from paceline.strategies.server.ranks.server_state import build
+
+
+class Played:
+    """A connection of the coordinator. is_open: whether its peer is there."""
+
+    def __init__(self) -> None:
+        self.is_open, self.messages = True, list[dict[str, Any]]()
+
+    def send_message(self, message: dict[str, Any]) -> None:
+        if not self.is_open:
+            raise Closed("the connection broke while sending")
+        self.messages.append(message)
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+WORKER = Peer(Role.CONTROL, 0, 7)
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    """Of a run with another server and worker 0, on no thread of its own."""
+    plan = Plan.parse("server=2 workers=2 staleness=inf")
+    job = pl.Job(model=lambda: nn.Linear(4, 2), data=[(torch.ones(4), torch.ones(2))] * 8, loss=nn.functional.mse_loss,
+                 optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=4, steps=3)
+    context = RankContext(0, 4, 4, torch.device("cpu"), dist.HashStore(), HeartbeatTable(1), 0, "try",
+                          secret=b"s" * 32, deaths=(0,) * 4)
+    model, shards = build(job, plan)
+    task = RankTask(context, job, plan, Settings(None, (1, 1)), Rendezvous(context, "servers/1"), Uplink())
+    server = Coordinator(task, number=0, model=model, shards=shards)
+    for peer in (Peer(Role.SERVER, 1, 0), WORKER):
+        _hear(server, peer, {"joined": Played()})
+    yield server
+    server.close()
+
+
+def _hear(coordinator: Coordinator, peer: Peer, message: Any) -> None:
+    coordinator.inbox.put((peer, message))
+    coordinator._hear(coordinator.inbox, timeout_s=1.0)
+
+
+def test_a_worker_s_sign_of_life_after_a_server_left(coordinator: Coordinator):
+    """Workers give them on a thread of their own, and one may follow the worker's last word."""
+    coordinator.over = True
+    coordinator.followers[1].close()
+    _hear(coordinator, Peer(Role.SERVER, 1, 0), {"left": {"peak_memory_bytes": 1.0}})
+    _hear(coordinator, WORKER, {"alive": True})
+    assert coordinator.workers.keys() == {0}
