@@ -68,3 +68,14 @@ def test_a_worker_s_sign_of_life_after_a_server_left(coordinator: Coordinator):
     _hear(coordinator, Peer(Role.SERVER, 1, 0), {"left": {"peak_memory_bytes": 1.0}})
     _hear(coordinator, WORKER, {"alive": True})
     assert coordinator.workers.keys() == {0}
+
+
+def test_a_worker_that_comes_when_the_run_is_over(coordinator: Coordinator):
+    """It is sent away, and its connection's end is nothing that servers, which may have left, need to know."""
+    coordinator.over = True
+    coordinator.followers[1].close()
+    peer, control = Peer(Role.CONTROL, 1, 8), Played()
+    _hear(coordinator, peer, {"joined": control})
+    assert not control.is_open
+    _hear(coordinator, peer, Closed("the peer closed its connection"))
+    assert coordinator.workers.keys() == {0}

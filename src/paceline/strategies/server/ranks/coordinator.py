@@ -462,7 +462,8 @@ class Coordinator(Server):
                 raise WireError(f"server {peer.number} is gone: {error}") from error
             return
         if not self._is_current(peer.number, peer.incarnation):
-            if replace(peer, role=Role.CONTROL) not in self.joined:  # it may be about to, on its other connection
+            # It may be about to join, on its other connection; nobody does when the run is over.
+            if not self.over and replace(peer, role=Role.CONTROL) not in self.joined:
                 self.lost_early[peer.number] = peer.incarnation, error
                 self._order({"gone": peer.number, "incarnation": peer.incarnation, "keeps": []})
             return
