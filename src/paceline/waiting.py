@@ -17,7 +17,7 @@ from typing import Any
 class Waiting:
     """The threads of this process that wait; one may enter several times.
 
-    tell: told whether the main thread waits, whenever that may have changed.
+    tell: told whether the main thread waits, by that thread alone; the word of another could be late.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,19 @@ class Waiting:
 
     def __enter__(self) -> None:
         self._threads.append(threading.get_ident())
-        self.tell(threading.main_thread().ident in self._threads)
+        self._tell()
 
     def __exit__(self, *error: Any) -> None:
         self._threads.remove(threading.get_ident())
-        self.tell(threading.main_thread().ident in self._threads)
+        self._tell()
 
     def __contains__(self, thread: int | None) -> bool:
         """thread: its ident."""
         return thread in self._threads
+
+    def _tell(self) -> None:
+        if (thread := threading.get_ident()) == threading.main_thread().ident:
+            self.tell(thread in self._threads)
 
 
 waiting = Waiting()
