@@ -107,6 +107,26 @@ def test_what_runs_out_of_sight_gets_all_first(wrap: Any):
         assert not arrivals.pending
 
 
+class Flat(nn.Module):
+    """Its parameters share memory, as those of recurrent layers do on a GPU, and this forward uses none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.zeros(12)
+        self.first, self.second = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+
+
+def test_weights_are_settled_when_the_last_one_is_in_place():
+    """Before the first backward, while what the model does is still watched: to put one in place is no look at it."""
+    model = Flat()
+    arrivals = _arrivals(model, servers=1)
+    sums: list[float] = []
+    arrivals.on_settled = lambda: sums.append(sum(float(p.detach().sum()) for p in model.parameters()))
+    with arrivals.watched(model):
+        arrivals.settle()
+    assert sums == [12 * 7]
+
+
 def test_a_next_step_s_weights_change_nothing_of_this_one():
     """What is asked for meanwhile is put in place when the next step begins."""
     model = nn.Linear(3, 3)
