@@ -1,4 +1,4 @@
-"""What peers still say when the run is over and others have left: it ends as if they had said nothing."""
+"""Peers that come, leave or speak while server 0 does something else: nothing of it ends the run."""
 
 from __future__ import annotations
 
@@ -79,3 +79,17 @@ def test_a_worker_that_comes_when_the_run_is_over(coordinator: Coordinator):
     assert not control.is_open
     _hear(coordinator, peer, Closed("the peer closed its connection"))
     assert coordinator.workers.keys() == {0}
+
+
+def test_signs_of_life_while_a_worker_joins(coordinator: Coordinator):
+    """They are given on another thread while this one hears a callback's question, and peers come and go."""
+    told = Played()
+
+    def send_message(message: dict[str, Any]) -> None:
+        if not told.messages:
+            told.messages.append(message)
+            _hear(coordinator, Peer(Role.CONTROL, 1, 8), {"joined": Played()})
+
+    coordinator.workers[0].connection.send_message = send_message  # type: ignore[method-assign]
+    coordinator.keep_alive()
+    assert told.messages == [{"alive": True}] and coordinator.workers.keys() == {0, 1}

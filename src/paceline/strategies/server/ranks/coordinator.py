@@ -718,9 +718,10 @@ class Coordinator(Server):
         return {"path": str(folder / CHECKPOINTS / f"step-{self.step}"), "is_temporary": True}
 
     def keep_alive(self) -> None:
-        """While callbacks or a save are waited for, those who wait with this server know that it lives."""
+        """While callbacks or a save are waited for, those who wait with this server know that it lives. Called
+        on another thread where callbacks run in this process, while peers come and go."""
         self._tell_alive()
-        for connection in self.followers.values():
+        for connection in list(self.followers.values()):
             with suppress(WireError):
                 connection.send_message({"alive": True})
 
@@ -736,7 +737,7 @@ class Coordinator(Server):
         """Let workers know that they wait for good reason."""
         if time.monotonic() - self.alive_s > self.context.timeout_s / 8:
             self.alive_s = time.monotonic()
-            for worker in self.workers.values():
+            for worker in list(self.workers.values()):
                 with suppress(WireError):  # its end is in the inbox
                     worker.connection.send_message({"alive": True})
 
