@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from paceline.launch.heartbeats import HeartbeatTable
 from paceline.plans import Plan
 from paceline.runtime.loop import Settings
 from paceline.strategies.server.exchange.wire import Closed, Peer, Role, Uplink
-from paceline.strategies.server.ranks.coordinator import Coordinator
+from paceline.strategies.server.ranks.coordinator import Coordinator, _Evaluation
 from paceline.strategies.server.ranks.roles import RankTask, Rendezvous
 from paceline.strategies.server.ranks.server_state import build
 
@@ -93,3 +94,34 @@ def test_signs_of_life_while_a_worker_joins(coordinator: Coordinator):
     coordinator.workers[0].connection.send_message = send_message  # type: ignore[method-assign]
     coordinator.keep_alive()
     assert told.messages == [{"alive": True}] and coordinator.workers.keys() == {0, 1}
+
+
+class Asks:
+    """Callbacks during whose question a worker is lost."""
+
+    wants_attention = False
+
+    def __init__(self, lose: Callable[[], None]) -> None:
+        self.lose = lose
+
+    def has(self, hook: str) -> bool:
+        return True
+
+    def ask(self, event: dict[str, Any]) -> dict[str, Any]:
+        self.lose()
+        return {}
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_worker_lost_while_callbacks_hear_of_its_evaluation(coordinator: Coordinator, comes_back: bool):
+    """They may read the weights, and peers are heard until all servers have written theirs."""
+    def lose() -> None:
+        _hear(coordinator, WORKER, Closed("the peer closed its connection"))
+        if comes_back:
+            _hear(coordinator, replace(WORKER, incarnation=8), {"joined": Played()})
+
+    coordinator.control = Asks(lose)  # type: ignore[assignment]
+    coordinator.evaluation = _Evaluation(1, {0}, {})
+    _hear(coordinator, WORKER, {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "stop": False})
+    assert coordinator.evaluated == {"validation_loss": 1.5}
+    assert [worker.orders for worker in coordinator.workers.values()] == [1] * comes_back

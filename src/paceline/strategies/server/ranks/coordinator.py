@@ -427,21 +427,21 @@ class Coordinator(Server):
         if "told" in message:
             self.reports.setdefault(message["told"], {})[worker] = message
             return
+        if "left" in message:
+            self.final_figures[worker] = message["left"]
+            return
+        self.workers[worker].orders -= 1  # now: while callbacks hear of an evaluation, it may be lost and come back
         if "finished" in message:
             self.clock.finished(worker, message["finished"])
             self.reports[message["finished"]][worker].update(message)
         elif "sums" in message:
             self._add_sums(worker, message)
-        elif "left" in message:
-            self.final_figures[worker] = message["left"]
-            return
         elif "idle" in message:
             if self.job.models and not self.settings.is_trial:
                 check_monitored(self.shelf.schedule, self.job, message["measured"])
             self.losses.note_deaths("worker", worker, message["deaths"])
             if self.losses.note_rejoined(worker, self.step):
                 self.display.say(f"worker {worker} is back")
-        self.workers[worker].orders -= 1
 
     def _end_meeting(self) -> None:
         """Do what comes of what all workers brought to a meeting within a step, once all is there."""
