@@ -374,6 +374,28 @@ def test_versions_are_waited_for(served: Served):
     connection.close()
 
 
+class Slowly(list[int]):
+    """Takes its time when an element is looked at."""
+
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(0.001)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_asks_anew_before_it_has_all(plain: Served):
+    """It gets chunks anew, and what it says while one is chosen does the server no harm."""
+    plain.exchange.versions = Slowly(plain.exchange.versions)
+    connection = plain.reach()
+    connection.sock.settimeout(5)
+    for _ in range(10):
+        connection.send(Header(Kind.PULL))
+        header = connection.receive()
+        assert header.kind == Kind.WEIGHTS
+        connection.read_into(memoryview(bytearray(header.length)))
+    connection.close()
+    assert plain.loses()[0] == WORKER and plain.failed.empty()
+
+
 TABLED, = assign(MODEL, 1, chunk_bytes=32, tables=[ServedParameter("t", (9, 2), "float32", 4)])
 _ROW_BYTES = 8 + 2 * 4
 

@@ -587,13 +587,14 @@ class ShardService:
                 self._send_chunk(connection, wanted, copy)
 
     def _send_chunk(self, connection: Connection, wanted: _Wanted, copy: memoryview) -> None:
-        number = self._chunk(wanted)
-        if number is None:  # the worker asked anew
-            return
-        assert wanted.version is not None
-        wanted.unsent_chunks.discard(number)
+        with self.changed:
+            number, version = self._chunk(wanted), wanted.version
+            if number is None:  # the worker asked anew
+                return
+            assert version is not None
+            wanted.unsent_chunks.discard(number)
         chunk = self.shard.chunks[number]
-        version, place = wanted.version, copy[:chunk.num_bytes]
+        place = copy[:chunk.num_bytes]
         if wanted.shared is not None:
             place = wanted.shared.weights[number]
         if self.terms.keeps_sending:
