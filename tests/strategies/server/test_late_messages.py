@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,7 @@ def coordinator() -> Iterator[Coordinator]:
     model, shards = build(job, plan)
     task = RankTask(context, job, plan, Settings(None, (1, 1)), Rendezvous(context, "servers/1"), Uplink())
     server = Coordinator(task, number=0, model=model, shards=shards)
+    server.followers_heard_s[1] = time.monotonic()
     for peer in (Peer(Role.SERVER, 1, 0), WORKER):
         _hear(server, peer, {"joined": Played()})
     yield server
@@ -125,3 +127,19 @@ def test_a_worker_lost_while_callbacks_hear_of_its_evaluation(coordinator: Coord
     _hear(coordinator, WORKER, {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "stop": False})
     assert coordinator.evaluated == {"validation_loss": 1.5}
     assert [worker.orders for worker in coordinator.workers.values()] == [1] * comes_back
+
+
+def test_nobody_is_given_up_for_what_server_0_could_not_hear(coordinator: Coordinator):
+    """A callback takes longer than the patience, and what a worker said meanwhile waits behind other messages."""
+    worker = coordinator.workers[0]
+
+    def pass_time() -> None:
+        worker.heard_s -= coordinator.context.timeout_s
+
+    coordinator.control = Asks(pass_time)  # type: ignore[assignment]
+    coordinator._ask("epoch", hook="on_epoch")
+    coordinator._give_up_silent()
+    assert coordinator.workers == {0: worker}
+    pass_time()
+    coordinator._give_up_silent()
+    assert not coordinator.workers

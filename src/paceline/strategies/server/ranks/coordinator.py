@@ -668,8 +668,7 @@ class Coordinator(Server):
         self.callback_states = self._ask("state", hook="state_dict")
         self.journal.sync()
         blocked_s = self._order({"save": self.samples, "last": last})
-        for worker in self.workers.values():  # nobody was heard meanwhile
-            worker.heard_s = time.monotonic()
+        self._excuse_silence()
         if self.writer is not None:
             self.blocked_s += blocked_s
             self._prune()
@@ -699,8 +698,14 @@ class Coordinator(Server):
         if self.control is None or (hook is not None and not self.control.has(hook)):
             return None
         answer = self.control.ask({"event": event, "step": self.step, **values})
+        self._excuse_silence()
         self.requests.add(answer)
         return answer.get("callbacks")
+
+    def _excuse_silence(self) -> None:
+        """Nobody was heard for a while: what workers said is in the inbox."""
+        for worker in self.workers.values():
+            worker.heard_s = time.monotonic()
 
     def _obey_callbacks(self, order: dict[str, Any]) -> dict[str, Any]:
         """What callbacks need while all wait: the weights as they are now, in a checkpoint of servers' parts."""
