@@ -28,6 +28,7 @@ from paceline.strategies.server.exchange.arrive import WeightArrivals
 from paceline.strategies.server.exchange.connection import Pusher, ServerConnection
 from paceline.strategies.server.exchange.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
 from paceline.strategies.server.exchange.wire import (
+    Closed,
     Connection,
     Header,
     Kind,
@@ -372,6 +373,24 @@ def test_versions_are_waited_for(served: Served):
     served.exchange.made(0)
     assert connection.receive().step == 1
     connection.close()
+
+
+def test_a_worker_that_is_given_up_as_it_is_let_in(plain: Served, monkeypatch: pytest.MonkeyPatch):
+    """What else is done to its connection is done before anybody may close it."""
+    plain.exchange.terms = replace(plain.exchange.terms, keeps_sending=False)
+    ours, theirs = _pair()
+    prioritise = ours.prioritise
+
+    def give_up(priority: int) -> None:
+        plain.exchange.dismiss(WORKER.number, WORKER.incarnation, keeps=[])
+        prioritise(priority)
+
+    monkeypatch.setattr(ours, "prioritise", give_up)
+    plain.exchange.serve(ours, WORKER)
+    theirs.sock.settimeout(5)
+    with pytest.raises(Closed):
+        theirs.receive()
+    assert not plain.exchange.connections
 
 
 class Slowly(list[int]):

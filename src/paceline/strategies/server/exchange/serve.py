@@ -242,13 +242,13 @@ class ShardService:
 
     def serve(self, connection: Connection, peer: Peer) -> None:
         """Talk to a worker until it leaves, on threads of its own. It has one connection, and none once dismissed."""
+        if not self.terms.keeps_sending:  # all wait for the last gradient; else weights would starve
+            connection.prioritise(BULK)
         with self.changed:
             if peer in self.connections or peer in self.dismissed:
                 connection.close()
                 return
             self.connections[peer] = connection
-        if not self.terms.keeps_sending:  # all wait for the last gradient; else weights would starve
-            connection.prioritise(BULK)
         wanted = _Wanted()
         for work in (self._receive, self._send):
             threading.Thread(target=self._guarded, args=(work, connection, peer, wanted), daemon=True,
