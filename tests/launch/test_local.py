@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError, PeerLost, Preempted
-from paceline.launch import local, supervisor, watchdog
+from paceline.launch import local, signals, supervisor, watchdog
 from paceline.launch.aside import run_beside
 from paceline.launch.failure import RankFailed
 from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
@@ -466,9 +466,44 @@ def test_the_second_request_ends_ranks_at_once(start_child: Any, run_ranks: Call
     wait_for(lambda: (tmp_path / "up").exists())
     os.kill(child.pid, signal.SIGTERM)
     wait_for(lambda: (tmp_path / "asked").exists())
+    time.sleep(signals.SAME_REQUEST_S)
     os.kill(child.pid, signal.SIGTERM)
     assert child.exit_code() == Preempted.exit_code
     assert "stopped by SIGTERM in step 4 (forward)" in child.stderr
+
+
+def test_one_request_comes_several_times(start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None],
+                                         tmp_path: Path):
+    """timeout(1) signals the command twice and all ranks, to which the command passes it on: they have time to save."""
+    def body(context: Any) -> None:
+        with context.stoppable():
+            (tmp_path / f"up-{os.getpid()}").touch()
+            while not context.stop_signal:
+                time.sleep(0.001)
+            (tmp_path / f"asked-{os.getpid()}").touch()
+            time.sleep(0.3)
+            (tmp_path / f"saved-{context.rank}").touch()
+
+    def ranks(word: str) -> list[int]:
+        return [int(path.name.partition("-")[2]) for path in tmp_path.glob(f"{word}-*")]
+
+    child = start_child(lambda: run_ranks(body, 2))
+    wait_for(lambda: len(ranks("up")) == 2)
+    os.kill(child.pid, signal.SIGTERM)
+    wait_for(lambda: len(ranks("asked")) == 2)
+    for pid in (child.pid, *ranks("up")):
+        os.kill(pid, signal.SIGTERM)
+    assert child.exit_code() == 0, child.stderr
+    assert sorted(ranks("saved")) == [0, 1]
+
+
+def test_a_request_that_comes_again_later_is_another_one():
+    heard: list[int] = []
+    with signals.handled([signal.SIGUSR1], heard.append):
+        for pause_s in (0.0, signals.SAME_REQUEST_S + 0.1, 0.0):
+            signal.raise_signal(signal.SIGUSR1)
+            time.sleep(pause_s)
+    assert heard == [signal.SIGUSR1] * 2
 
 
 def test_ranks_die_with_their_parent(start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None],

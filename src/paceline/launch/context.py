@@ -49,7 +49,7 @@ class RankContext:
     faults: that strike this rank, in a run that is rehearsed.
     copies: memory for copies of the run's state, for ranks that are started again, by slot; None without restarts.
     host_copies: the same memory, where each of several hosts has its own and reads what the others have.
-    is_watched: whether the process that started it looks for hangs.
+    is_watched: whether the process that started it looks for hangs, and ends it when it is asked to stop again.
     verb_row: its row in the table of verbs; the slot if it is None.
     """
 
@@ -118,11 +118,17 @@ class RankContext:
     def stoppable(self) -> Iterator[None]:
         """Turn SIGTERM, SIGINT and the schedulers' SIGUSR1 and SIGUSR2 into a request to stop after the step.
 
-        A second one takes the default course at once.
+        A second request takes the default course at once; where the process that started this one watches it, that
+        process decides what is a second one.
         """
+        requested: set[int] = set()
+
         def request(number: int) -> None:
+            if number in requested and not self.is_watched:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            requested.add(number)
             self.stop_signal = self.stop_signal or number  # Ctrl-C reaches a rank twice: itself and by its parent
-            signal.signal(number, signal.SIG_DFL)
 
         with signals.handled(signals.STOPPING, request):
             yield

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # by which schedulers want a machine back
 STOPPING = (signal.SIGINT, *PREEMPTING)
+# Within which a signal that comes again is the same request: timeout(1) signals its command and then the group that the
+# command is in, and systemd, Slurm and `kill -- -PGID` signal both a process and the parent that passes it on.
+SAME_REQUEST_S = 0.5
 
 
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, these signals call `handle(number)`. Only in the main thread: elsewhere they are the
-    caller's business, and nothing is changed."""
+    """While the block runs, these signals call `handle(number)`, once for one request. Only in the main thread:
+    elsewhere they are the caller's business, and nothing is changed."""
+    first_s: dict[int, float] = {}
+
     def call(number: int, frame: Any) -> None:
-        handle(number)
+        now_s = time.monotonic()
+        if number not in first_s or now_s - first_s[number] > SAME_REQUEST_S:
+            first_s.setdefault(number, now_s)
+            handle(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield

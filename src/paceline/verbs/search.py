@@ -178,8 +178,10 @@ def _run(study: Any, pool: WorkerPool, request: Request, run_dir: Path, example:
     stopped: list[int] = []
 
     def note(number: int) -> None:
+        if number in stopped:  # a second request takes its default course
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         stopped.append(number)
-        signal.signal(number, signal.SIG_DFL)  # a second one takes its default course
 
     with signals.handled(signals.STOPPING, note):
         def heed(controller: Controller) -> bool:
