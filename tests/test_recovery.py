@@ -98,12 +98,14 @@ def test_a_run_outlives_the_death_of_a_rank(tmp_path: Path, plan: str, capfd: py
 
 
 class FatalToWorkers(Fatal):
-    """Data that kills the first loader worker that reads one of its samples."""
+    """Data that signals the first loader worker that reads one of its samples."""
+
+    ends_by = signal.SIGKILL
 
     def __getitem__(self, index: int) -> Any:
         if torch.utils.data.get_worker_info() is not None and index == 17 and not self.mark.exists():
             self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.ends_by)
         return SAMPLES[index]
 
 
@@ -115,6 +117,14 @@ def test_a_run_outlives_the_death_of_a_loader_worker(tmp_path: Path, capfd: pyte
     expected, actual = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "run"))
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert "rank 0: a process that reads its data was killed" in capfd.readouterr().err
+
+
+def test_a_loader_worker_outlives_a_request_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Schedulers send it to all processes: the rank needs its worker to end the step and to save."""
+    monkeypatch.setattr(FatalToWorkers, "ends_by", signal.SIGTERM)
+    asked = replace(job_of(None, 0), data=FatalToWorkers(tmp_path / "asked", 0))
+    pl.train(asked, "single", run=tmp_path / "run", check=False, table=False, loader_workers=1, restarts=0)
+    assert (tmp_path / "asked").exists() and steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
 def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ sample's place in the epoch, so a sample looks the same on any number of ranks a
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import count, islice
@@ -172,19 +173,28 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
 def _read_ahead(loaded: _Loaded, loading: Loading) -> DataLoader[MicroBatch | PacelineError]:
     return DataLoader(loaded, batch_size=None, num_workers=loading.num_workers, prefetch_factor=loading.prefetch_factor,
                       timeout=loading.timeout_s, multiprocessing_context=loading.context,
-                      worker_init_fn=loading.init and _WorkerInit(loading.init, loaded.cuts.data))
+                      worker_init_fn=_WorkerInit(loading.init, loaded.cuts.data))
 
 
 @dataclass(frozen=True)
 class _WorkerInit:
-    """The job's `worker_init_fn`, which finds the job's own data set as that of its worker."""
+    """What a worker does first. init: the job's `worker_init_fn`, which finds the job's own data set as that of its
+    worker."""
 
-    init: Callable[[int], Any]
+    init: Callable[[int], Any] | None
     data: Any
 
     def __call__(self, worker: int) -> None:
-        object.__setattr__(torch.utils.data.get_worker_info(), "dataset", self.data)  # else it refuses
-        self.init(worker)
+        signal.signal(signal.SIGTERM, _leave_to_rank)
+        if self.init is not None:
+            object.__setattr__(torch.utils.data.get_worker_info(), "dataset", self.data)  # else it refuses
+            self.init(worker)
+
+
+def _leave_to_rank(number: int, frame: Any) -> None:
+    """Pass over a first SIGTERM: who asks all processes of a run to stop, as schedulers do, asks the rank too, which
+    ends its step and saves. torch would end the worker, and so the step. A second one ends it."""
+    signal.signal(number, signal.SIG_DFL)
 
 
 class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
