@@ -583,6 +583,25 @@ def test_a_scheduler_at_any_moment(run_dir: Path, whole_run: Path, tmp_path: Pat
     assert_equal_models(run_dir, whole_run)
 
 
+def test_a_request_while_the_last_checkpoint_is_written(run_dir: Path, whole_run: Path, tmp_path: Path,
+                                                        start_child: Any, wait_for: Callable[..., None],
+                                                        monkeypatch: pytest.MonkeyPatch):
+    """The run has taken all its steps, and what it has trained is not lost."""
+    write_tensors = write.write_tensors
+
+    def slowly(*what: Any) -> Any:
+        (tmp_path / "saving").touch()
+        time.sleep(1)
+        return write_tensors(*what)
+
+    monkeypatch.setattr(write, "write_tensors", slowly)
+    child = start_child(lambda: paceline.train(a_job(), "data=2", run=run_dir, check=False))
+    wait_for(lambda: (tmp_path / "saving").exists())
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.exit_code() == 0, child.stderr
+    assert_equal_models(run_dir, whole_run)
+
+
 # --- The command line ---------------------------------------------------------------------------------------------
 
 

@@ -281,7 +281,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
                 _do_what_is_due(run)  # what the ranks before these had not ended
             if run.ended is None and _steps(run):
                 _stop(run)  # a request may reach this rank later than the others that told it
-        return _finish(run, started_s)
+            return _finish(run, started_s)  # a request that comes now must not cost the last checkpoint
     finally:
         run.display.close()
         run.journal.close()
