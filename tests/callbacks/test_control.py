@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import paceline as pl
 from paceline.errors import CallbackError, JobError, OutOfMemory, UsageError
 from paceline.launch.failure import RankFailed
+from paceline.runtime import loop
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -296,6 +297,17 @@ def test_a_model_with_save_pretrained_is_written_by_it(tmp_path: Path):
     torch.testing.assert_close(written, result.state_dict(), rtol=0, atol=0)
     with pytest.raises(UsageError, match=r"a Sequential has no save_pretrained(?s:.*)result\.export"):
         train([], "single", tmp_path / "b", epochs=1).save_pretrained(tmp_path / "other")
+
+
+def test_a_save_that_has_begun_is_waited_for_when_a_callback_fails(tmp_path: Path):
+    """The report says that a checkpoint is saved, and the ranks end within seconds of it."""
+    saving = ["step 5"]
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(run_dir=tmp_path, save_on_stop=True), step=5, saved_step=5, comparison=None,
+        writer=SimpleNamespace(wait=saving.clear), context=SimpleNamespace(rank=0, beat=lambda phase: None))
+    with pytest.raises(CallbackError, match="it failed; a checkpoint is saved"):
+        loop._heed(run, {"failed": "it failed"})
+    assert not saving
 
 
 class StopsItself(torch.nn.Module):

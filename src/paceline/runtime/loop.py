@@ -480,7 +480,7 @@ def _heed(run: _Run, answer: Mapping[str, Any]) -> None:
     """
     if answer.get("failed"):
         saves = run.settings.run_dir is not None and run.settings.save_on_stop and run.step > 0
-        if saves and run.saved_step != run.step:
+        if saves:  # or has begun to be saved, which is waited for then
             _save(run, last=True)
         raise CallbackError(answer["failed"] + ("; a checkpoint is saved" if saves else ""),
                             heard=run.context.rank != 0)
