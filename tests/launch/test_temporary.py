@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import tempfile
@@ -74,3 +75,13 @@ def test_a_fork_that_outlives_its_owner_keeps_the_folder(start_child: Callable[.
             return not list(temporary.glob("paceline-kept-*"))
 
     wait_for(is_removed)  # once the fork's end has given the lock back
+
+
+def test_who_cleans_old_files_away_passes_over_a_folder_in_use() -> None:
+    """systemd-tmpfiles looks for a lock of each folder, of any kind, before it looks into it."""
+    with temporary_folder() as folder:
+        descriptor = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ def temporary_folder(kind: str = "") -> Iterator[Path]:
     """A folder that is removed with the block. Folders of processes that were killed are removed first.
 
     The owner, and forks of it that still live, hold the lock of a file in the folder, which the kernel gives back when
-    the last of them ends.
+    the last of them ends. They hold a lock of the folder too: systemd-tmpfiles, which removes from /tmp what nobody has
+    touched for 10 days, passes over a folder that is locked (tmpfiles.d(5)). Ranks that meet in a file that was removed
+    and made anew wait for each other for ever.
 
     kind: a word in the folder's name.
     """
@@ -28,7 +31,13 @@ def temporary_folder(kind: str = "") -> Iterator[Path]:
             with suppress(OSError):  # a file system without locks: nobody else gets this one either
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             Path(lock.name).rename(folder / _LOCK)  # under this name it is never seen unlocked while its owner lives
-            yield folder
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield folder
+            finally:
+                os.close(descriptor)
 
 
 def _remove_left() -> None:
