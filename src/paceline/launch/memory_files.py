@@ -7,6 +7,10 @@ from __future__ import annotations
 import os
 import tempfile
 
+from paceline.long_work import long_work
+
+_CALL_BYTES = 256 * 2**20  # of one call: a rank that copies a large state gives a sign of life after each
+
 
 def memory_file(name: str) -> int:
     """A descriptor of an empty file in memory, which forks share. name: for /proc alone."""
@@ -23,8 +27,9 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> int:
         OSError: there is no memory for it.
     """
     while data:
-        count = os.pwrite(descriptor, data, offset)
+        count = os.pwrite(descriptor, data[:_CALL_BYTES], offset)
         data, offset = data[count:], offset + count
+        long_work.advanced()
     return offset
 
 
@@ -35,7 +40,8 @@ def read_at(descriptor: int, target: memoryview, offset: int) -> None:
         EOFError: the file ends before the target is full.
     """
     while target:
-        count = os.preadv(descriptor, [target], offset)
+        count = os.preadv(descriptor, [target[:_CALL_BYTES]], offset)
         if not count:
             raise EOFError(f"the file in memory ends at byte {offset}")
         target, offset = target[count:], offset + count
+        long_work.advanced()

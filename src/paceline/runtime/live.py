@@ -29,6 +29,7 @@ import torch
 from paceline.cluster import free_memory_bytes
 from paceline.launch.live_states import LiveStates
 from paceline.launch.step_slots import StepSlots
+from paceline.long_work import long_work
 from paceline.runtime import state
 from paceline.runtime.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from paceline.runtime.checkpoint.files import bytes_of, is_plain
@@ -122,6 +123,7 @@ class LiveState:
                 kept_bytes += storage.nbytes()
                 _move(storage, aliases.pop(key), arena, places[key])
                 del storage
+                long_work.advanced()
                 if kept_bytes > GIVEN_BACK_BYTES:
                     give_back_freed()
                     kept_bytes = 0

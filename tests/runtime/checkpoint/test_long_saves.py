@@ -1,12 +1,14 @@
-"""Saves and restores that take longer than the patience, and hosts without memory for copies."""
+"""Saves, copies and restores that take longer than the patience, and hosts without memory for copies."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.errors import CheckpointError, PacelineError
-from paceline.launch import process
+from paceline.launch import memory_files, process
 from paceline.long_work import long_work
 from paceline.runtime.checkpoint import files, pieces_of, read, write
 from paceline.runtime.checkpoint.files import NewFile
@@ -68,6 +70,31 @@ def test_a_save_may_take_longer_than_the_patience(plan: str, copies: bool, tmp_p
     result = pl.train(job(), plan, run=tmp_path / "run", timeout_s=PATIENCE_S, restarts=0, save_every=1, check=False,
                       table=False)
     assert result["steps"] == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_copy_may_take_longer_than_the_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each rank writes 1.5 kB or more into memory after the first step."""
+    pwrite = os.pwrite
+
+    def late(descriptor: int, data: memoryview, offset: int) -> int:
+        time.sleep(0.6)
+        return pwrite(descriptor, data[:512], offset)
+
+    monkeypatch.setattr(memory_files, "os", SimpleNamespace(**{**vars(os), "pwrite": late}))
+    result = pl.train(job(), "data=2", run=tmp_path / "run", timeout_s=PATIENCE_S, restarts=1, check=False, table=False)
+    assert result["steps"] == 2
+    assert (tmp_path / "run" / "journal.jsonl").read_text().count("after") == 1
+
+
+def test_large_states_are_copied_and_read_in_pieces(signs: list[int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_files, "_CALL_BYTES", 10)
+    descriptor = memory_files.memory_file("paceline-test")
+    memory_files.write_at(descriptor, memoryview(bytes(range(25))), 0)
+    read = bytearray(25)
+    memory_files.read_at(descriptor, memoryview(read), 0)
+    os.close(descriptor)
+    assert read == bytes(range(25)) and len(signs) == 3 + 3
 
 
 @pytest.mark.timeout(60)
