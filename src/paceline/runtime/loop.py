@@ -29,7 +29,7 @@ from paceline.launch.live_states import TIME_SHARE as NOTE_SHARE
 from paceline.launch.state_copies import TIME_SHARE
 from paceline.plans import Plan
 from paceline.runtime import drift, hosts_copies, state, trace
-from paceline.runtime.checkpoint.prune import prune
+from paceline.runtime.checkpoint.prune import later_saves, prune
 from paceline.runtime.checkpoint.suspect import mark_suspect, suspect_steps
 from paceline.runtime.checkpoint.write import Writer, without_snapshots, write_json, write_text
 from paceline.runtime.control import Controlling, RunControl
@@ -182,6 +182,7 @@ class _Run:
     is_copied: whether it goes on from a copy in memory.
     ended: why a callback or the observer ended the run, if one did. epoch: of the last step. ended_epochs: that
         callbacks are to hear of. evaluated_step: of the last evaluation.
+    passed_over: saves of checkpoints that it could not go on from.
     compared_step: after which replicas were last compared. comparison: which has no result yet.
     """
 
@@ -220,6 +221,7 @@ class _Run:
     compared_step: int | None = None
     comparison: drift.ReplicaComparison | None = None
     saved_step: int | None = None
+    passed_over: frozenset[str] = frozenset()
     num_exports: int = 0
     blocked_s: float = 0.0
     speed: Speed = field(default_factory=Speed)
@@ -394,6 +396,7 @@ def _restore(run: _Run) -> None:
             copied.close()
     _begin_copies(run, copied)
     if run.metrics is not None:
+        run.passed_over = later_saves(run.settings.run_dir, after=run.step)
         cut_metrics(run.metrics, run.step)
         run.loss = recorded_loss(run.metrics)  # there may be no step left
 
@@ -984,7 +987,7 @@ def _prepare_saves(run: _Run, writer: Writer) -> None:
 def _prune(run: _Run) -> None:
     if run.settings.keep_checkpoints and run.settings.run_dir is not None and run.context.rank == 0:
         prune(run.settings.run_dir, newest=run.settings.keep_checkpoints,
-              right_step=run.recheck.right_step if run.recheck is not None else None)
+              right_step=run.recheck.right_step if run.recheck is not None else None, passed_over=run.passed_over)
 
 
 def _save_trained(run: _Run) -> None:

@@ -15,7 +15,7 @@ import paceline as pl
 from paceline.errors import CheckpointError
 from paceline.runtime.checkpoint import TensorPiece, Writer, newest_checkpoint
 from paceline.runtime.checkpoint import write as writing
-from paceline.runtime.checkpoint.prune import prune
+from paceline.runtime.checkpoint.prune import later_saves, prune
 
 
 def saved(run_dir: Path, *steps: int) -> Path:
@@ -53,6 +53,34 @@ def test_damaged_notes_lose_no_checkpoint_but_old_ones(tmp_path):
     (tmp_path / "best.json").write_text('{"checkpoints": [7]}')
     prune(tmp_path, newest=1)
     assert steps_of(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("plan", ["single", "server=1 workers=1"])
+def test_a_damaged_checkpoint_takes_the_place_of_no_whole_one(tmp_path, plan):
+    """A run goes on from the one before it, and with one to keep would have removed that before it saved another."""
+    pairs = TensorDataset(torch.randn(24, 3), torch.randn(24, 2))
+    job = pl.Job(model=lambda: nn.Linear(3, 2), data=pairs, loss=nn.functional.mse_loss, batch=8, steps=8,
+                 optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    options = {"run": tmp_path, "check": False, "table": False, "save_every": 2}
+    pl.train(job, plan, **options)
+    for path in (tmp_path / "checkpoints").glob("step-8/*.safetensors"):
+        path.write_bytes(b"")
+    pl.train(job, plan, resume=True, keep=1, steps=7, **options)
+    assert steps_of(tmp_path) == [7, 8]
+    assert newest_checkpoint(tmp_path, accept=lambda checkpoint: None, warn=lambda text: None).step == 7
+
+
+def test_a_checkpoint_that_is_written_anew_counts(tmp_path):
+    saved(tmp_path, 2, 4)
+    passed_over = later_saves(tmp_path, after=2)
+    saved(tmp_path, 3)
+    prune(tmp_path, newest=1, passed_over=passed_over)
+    assert steps_of(tmp_path) == [3, 4]
+    writer = Writer(tmp_path, rank=0, world_size=1, attempt="anew")
+    writer.save(4, [TensorPiece("w", (40,), (0,), torch.zeros(40))], {"step": 4})
+    writer.wait()
+    prune(tmp_path, newest=1, passed_over=passed_over)
+    assert steps_of(tmp_path) == [4]
 
 
 @pytest.mark.parametrize("plan", ["data=2", "server=1 workers=2"])

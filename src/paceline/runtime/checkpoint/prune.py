@@ -5,27 +5,34 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.runtime.checkpoint.write import COMMIT
+from paceline.runtime.checkpoint.write import COMMIT, committed_by
 from paceline.runtime.folder import BEST, CHECKPOINTS, METRICS
 
 _STEP = re.compile(r"step-(\d+)")
 
 
-def prune(run_dir: Path, *, newest: int, right_step: int | None = None) -> None:
+def later_saves(run_dir: Path, *, after: int) -> frozenset[str]:
+    """The saves of checkpoints of later steps than a run goes on from: they were damaged, or did not suit it."""
+    return frozenset(save for step, path in _complete(run_dir).items()
+                     if step > after and (save := committed_by(path)) is not None)
+
+
+def prune(run_dir: Path, *, newest: int, right_step: int | None = None, passed_over: Collection[str] = ()) -> None:
     """Keep so many of the newest complete checkpoints, the one with the least validation loss, those that `KeepBest`
     keeps, and the newest one of a time when gradients were found right. A checkpoint that can't be removed stays.
 
-    right_step: after which they were last found right; None if they are not looked at.
+    right_step: after which they were last found right; None if they are not looked at. passed_over: saves whose
+    checkpoints stay and do not count, as the run could not go on from them.
 
     Only the process that commits a run's checkpoints may call it.
     """
-    complete = {int(match[1]): path for path in (run_dir / CHECKPOINTS).glob("step-*")
-                if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).exists()}
+    complete = {step: path for step, path in _complete(run_dir).items()
+                if not passed_over or committed_by(path) not in passed_over}
     kept = {*sorted(complete)[-newest:], *_kept_as_best(run_dir)}
     if right_step is not None:
         kept |= {max((step for step in complete if step <= right_step), default=-1)}
@@ -37,6 +44,11 @@ def prune(run_dir: Path, *, newest: int, right_step: int | None = None) -> None:
             with suppress(OSError):
                 (path / COMMIT).unlink()  # first, so that what is half removed is no checkpoint
                 shutil.rmtree(path)
+
+
+def _complete(run_dir: Path) -> dict[int, Path]:
+    return {int(match[1]): path for path in (run_dir / CHECKPOINTS).glob("step-*")
+            if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).exists()}
 
 
 def _evaluated(run_dir: Path) -> Iterator[tuple[int, float]]:

@@ -431,7 +431,7 @@ class _Save:
         # In this order, as the hidden folder vanishes in the moment in which the commit appears; and by listing,
         # as network file systems answer that with fresh names.
         is_open = self.temp in self.temp.parent.iterdir()
-        if _committed_by(self.final) == self.token:
+        if committed_by(self.final) == self.token:
             return ""
         if not is_open:
             self._check_peers()
@@ -582,7 +582,7 @@ def _summary(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, CHECKSUM: hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}
 
 
-def _committed_by(folder: Path) -> str | None:
+def committed_by(folder: Path) -> str | None:
     """The token of the save that committed a folder; None if there is none, or nothing of ours."""
     try:
         return json.loads((folder / COMMIT).read_text())["save"]

@@ -17,7 +17,7 @@ import torch
 
 from paceline.errors import CallbackError, JobError, PeerLost, Preempted
 from paceline.runtime import state
-from paceline.runtime.checkpoint.prune import prune
+from paceline.runtime.checkpoint.prune import later_saves, prune
 from paceline.runtime.checkpoint.read import newest_saved_step
 from paceline.runtime.control import Requests, RunControl
 from paceline.runtime.copies import Copier
@@ -128,6 +128,7 @@ class Coordinator(Server):
             self._note_restart()
         self.completed = self.first_step = self.step  # steps; not always the first ones
         self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
+        self.passed_over = frozenset[str]()
         if settings.resume:
             self._note_resume()
         if self.is_copied:
@@ -162,6 +163,7 @@ class Coordinator(Server):
         self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
                          "no checkpoint to resume from: starting at step 0")
         if self.metrics is not None:
+            self.passed_over = later_saves(self.metrics.parent, after=self.step)
             if self.is_copied:
                 os.truncate(self.metrics, min(self._figures["metrics_bytes"], self.metrics.stat().st_size))
             else:
@@ -679,7 +681,7 @@ class Coordinator(Server):
 
     def _prune(self) -> None:
         if self.settings.keep_checkpoints and self.settings.run_dir is not None:
-            prune(self.settings.run_dir, newest=self.settings.keep_checkpoints)
+            prune(self.settings.run_dir, newest=self.settings.keep_checkpoints, passed_over=self.passed_over)
 
     # --- Callbacks -----------------------------------------------------------------------------------------------
 
