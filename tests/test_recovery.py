@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -260,6 +261,26 @@ def test_without_memory_no_copy_is_begun(tmp_path: Path, plan: str, poor_rank: i
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     err = capfd.readouterr().err
     assert err.count("memory has no room for copies of the state") == 1 and "all ranks start again" not in err
+
+
+@pytest.mark.parametrize("plan", ["data=2", pytest.param("server=1 workers=1 staleness=1", marks=pytest.mark.slow)])
+def test_a_run_goes_on_if_memory_is_refused(tmp_path: Path, plan: str, monkeypatch: pytest.MonkeyPatch,
+                                            capfd: pytest.CaptureFixture[str]):
+    """A kernel that promises no more than it has (vm.overcommit_memory=2) refuses what looks free. No rank makes copies
+    then, as those of one rank alone are of no use."""
+    write = StateCopies.write
+
+    def refused(self: StateCopies, rank: int, *what: Any, **options: Any) -> None:
+        if plan.startswith("server") or rank == 1:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        write(self, rank, *what, **options)
+
+    monkeypatch.setattr(StateCopies, "write", refused)
+    train(tmp_path / "run", plan)
+    assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+    err = capfd.readouterr().err
+    assert err.count("refuses memory for a copy of the state: Cannot allocate memory") == 1
+    assert err.count("memory has no room for copies of the state") == 1
 
 
 def test_a_copy_of_a_gpu_counts_until_it_is_in_pinned_memory(monkeypatch: pytest.MonkeyPatch):

@@ -49,7 +49,7 @@ class Copier:
     host takes copies over now and then. every: steps from copy to copy. next_step: after which to copy next.
     send_every, next_send: likewise for copies that are taken over. All alike on all ranks. sending: step of the copy
     that is being taken over; -1 for none. sent: of the last one that was, on all hosts. blocked_s: time that the run
-    spent on copies.
+    spent on copies. has_failed: whether this host refused memory for one; this rank makes none then.
     """
 
     context: RankContext
@@ -65,6 +65,7 @@ class Copier:
     sent: int = -1
     blocked_s: float = 0.0
     num_copies: int = 0
+    has_failed: bool = False
     _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False)
     _staging: Staging | None = field(default=None, repr=False)
     _thread: threading.Thread | None = field(default=None, repr=False)
@@ -107,9 +108,6 @@ class Copier:
         Args:
             is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
             began_s: When the run began to spend time on it, by `time.perf_counter`.
-
-        Raises:
-            OSError: this host has no memory for it, or had none for the copy before.
         """
         began_s = time.perf_counter() if began_s is None else began_s
         self.wait()
@@ -137,11 +135,7 @@ class Copier:
             self._staging.before_update()
 
     def wait(self) -> None:
-        """Return when the last copy is in its place.
-
-        Raises:
-            OSError: this host has no memory for it.
-        """
+        """Return when the last copy is in its place, if this host has memory for it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -160,8 +154,15 @@ class Copier:
             self._error = error
 
     def _write(self, step: int, tensors: Sequence[torch.Tensor], index: bytes) -> None:
-        self.copies.write(self.context.slot, step, [bytes_of(tensor) for tensor in tensors], index,
-                          keep={self.sent, self.sending} - {-1})
+        """Without memory the run goes on: all ranks learn of it by `fits`, when they look for memory again."""
+        if self.has_failed:
+            return
+        try:
+            self.copies.write(self.context.slot, step, [bytes_of(tensor) for tensor in tensors], index,
+                              keep={self.sent, self.sending} - {-1})
+        except OSError as error:
+            self.has_failed = True
+            logger.warning(f"this host refuses memory for a copy of the state: {error.strerror}")
 
     def affordable_every(self, step_s: float, *, share: float = TIME_SHARE) -> int:
         """Steps from copy to copy that keep the time of one within a share of all: the median of the latest, as other
@@ -175,7 +176,9 @@ class Copier:
 
     def fits(self, pieces: Sequence[TensorPiece]) -> bool:
         """Whether copies of all ranks of this host, each of pieces as large as these, fit into its memory, where those
-        that are there stand already. What is on a GPU is copied to pinned memory first."""
+        that are there stand already, and none was refused. What is on a GPU is copied to pinned memory first."""
+        if self.has_failed:
+            return False
         num_bytes = sum(piece.tensor.nbytes for piece in pieces)
         num_bytes *= SLOTS + (SLOTS + 1 if self.neighbour is not None else 0)
         if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
