@@ -448,12 +448,17 @@ def test_leftovers_of_other_launches_are_removed(tmp_path: Path) -> None:
         (folder / name).mkdir(parents=True)
     for name in (".step-1.old-1.failed", ".step-3.first-1.failed"):
         (folder / name).write_text("{}")
+    weights = tmp_path / ".weights-old-1-1" / "checkpoints"
+    weights.mkdir(parents=True)
+    for name in (".model.safetensors.7-7.tmp", ".predicted.json.8-8.tmp", "model.safetensors"):
+        (tmp_path / name).touch()
 
     Writer(tmp_path, rank=1, world_size=2, attempt="first")
-    assert len(names(tmp_path)) == 8
+    assert len(names(tmp_path)) == 8 and weights.exists()
     Writer(tmp_path, rank=0, world_size=2, attempt="first")
 
     assert names(tmp_path) == [".step-3.first-1", ".step-3.first-1.failed", "step-4", "step-5"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", ".predicted.json.8-8.tmp", "model.safetensors"}
 
 
 def test_an_attempt_that_is_no_token(tmp_path: Path) -> None:

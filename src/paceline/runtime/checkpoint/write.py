@@ -44,6 +44,7 @@ from paceline.runtime.checkpoint.pace import Pace
 from paceline.runtime.checkpoint.pieces import Region, TensorPiece, uncovered
 from paceline.runtime.checkpoint.snapshot import Snapshot, aligned, be_nice
 from paceline.runtime.checkpoint.staging import Staging
+from paceline.runtime.folder import CHECKPOINTS, MODEL
 from paceline.waiting import waiting
 
 FORMAT = "paceline-checkpoint"
@@ -139,7 +140,8 @@ class Writer:
                  meanwhile: Callable[[], None] = lambda: None, timeout_s: float = 600.0) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", attempt):
             raise ValueError(f"attempt must be made of letters, digits, '-' and '_', got {attempt!r}")
-        self.folder = Path(run_dir) / "checkpoints"
+        self.run_dir = Path(run_dir)
+        self.folder = self.run_dir / CHECKPOINTS
         self.rank = rank
         self.world_size = world_size
         self.attempt = attempt
@@ -274,6 +276,9 @@ class Writer:
                 continue
             if owner.rpartition("-")[0] != self.attempt:
                 _remove(path)
+        # A model that was being exported, and weights that were written for callbacks.
+        for path in (*self.run_dir.glob(f".{MODEL}.*.tmp"), *self.run_dir.glob(".weights-*")):
+            _remove(path)
 
 
 def without_snapshots(pieces: Iterable[TensorPiece]) -> str:
