@@ -84,7 +84,12 @@ class _Step:
 
 
 class Coordinator(Server):
-    """See the module. Everything happens on the thread that calls `run`, as messages come in."""
+    """See the module. Everything happens on the thread that calls `run`, as messages come in.
+
+    passed_over: saves of checkpoints that the run could not go on from.
+    """
+
+    passed_over: frozenset[str] = frozenset()
 
     def __init__(self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...]) -> None:
         self.workers: dict[int, _Worker] = {}
@@ -128,7 +133,6 @@ class Coordinator(Server):
             self._note_restart()
         self.completed = self.first_step = self.step  # steps; not always the first ones
         self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
-        self.passed_over = frozenset[str]()
         if settings.resume:
             self._note_resume()
         if self.is_copied:
