@@ -28,19 +28,19 @@ Each script trains on {RANKS} CPU ranks with gloo, one thread a rank, in float32
 plain PyTorch loop on one device starts from the same weights and takes the same samples in the same order. The page
 compares both:
 
-- **weights** is the greatest difference of a final weight, **buffers** of a running statistic, **loss** of a step's
-  training loss (averaged over the ranks). **off by** gives the greatest of the three. The weights are about 0.3 in
-  size.
-- **exact** means that no figure is above {EXACT:.0e}, which is the rounding of float32, and that both took the same
-  number of steps.
+- **weights** is the greatest difference of a final weight, **buffers** that of a running statistic, and **loss** that
+  of a step's training loss (averaged over the ranks). **off by** gives the greatest of the three. The size of the
+  weights is about 0.3.
+- **exact** means that no difference is above {EXACT:.0e}, which rounding in float32 can cause, and that the trainer
+  took as many steps as one device.
 - **mended** means that the job as documented differs or fails, and that a setting or a few lines make it exact. The
-  tables below show them.
-- **fails** means an error, or no end within {TIMEOUT_S:.0f} seconds.
+  tables below show these changes.
+- **fails** means that the script raised an error or did not end within {TIMEOUT_S:.0f} seconds.
 
 Each trainer takes samples in its own order: DDP, Accelerate, Transformers and Keras in sequence; DeepSpeed, Lightning
-(even if the loader says `shuffle=False`) and Paceline in a permutation with a fixed seed. One device takes them in that
-order too, so the order causes no difference. `SyncBatchNorm`, which most trainers offer for BatchNorm, needs GPUs, so
-this page does not show its effect.
+(even if the loader says `shuffle=False`) and Paceline in a permutation with a fixed seed. For each trainer, one device
+takes the samples in the same order, so the order causes no difference. `SyncBatchNorm`, which most trainers offer for
+BatchNorm, needs GPUs, so this page does not show its effect.
 """
 
 LIMITS = """## Limits
@@ -49,11 +49,11 @@ This page leaves out:
 
 - Steps with several models or optimizers, such as a GAN's. All trainers here can express them; in Paceline they are
   [a step of one's own](own-step.md). None was compared here.
-- Networks, GPUs, mixed precision, sharded weights, and clipping, in which trainers differ too.
+- Networks, GPUs, mixed precision, sharded weights, and clipping. Trainers also differ in these.
 - Speed: see [results](results.md#throughput-compared-with-other-trainers).
 
-The authors of Paceline chose the jobs, for what they had seen go wrong. Each script is a few dozen lines. If one of
-them isn't what that trainer's documentation says today, please report it.
+The authors of Paceline chose jobs in which they had seen errors. Each script has a few dozen lines. If a script does
+not follow its trainer's current documentation, please report it.
 """
 
 
