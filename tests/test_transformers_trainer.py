@@ -368,7 +368,7 @@ def test_supervised_fine_tuning_logs_the_same_losses(plan: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"torch_compile": True}, "compiling belongs to the plan"),
+    ({"torch_compile": True}, "compiling belongs to the plan: .* compile=blocks\""),
     ({"lr_scheduler_type": "greedy"}, "reduce_lr_on_plateau"),
     ({"auto_find_batch_size": True}, "accumulate=K"),
     ({"include_num_input_tokens_seen": "all"}, "not counted"),

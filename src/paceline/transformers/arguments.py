@@ -19,7 +19,7 @@ _REFUSED = {
     "parallelism_config": "the plan says how a model is split: plan=\"tensor=N\" and its like",
     "ddp_find_unused_parameters": "replicas are not DistributedDataParallel; unused parameters are found by themselves",
     "ddp_static_graph": "replicas are not DistributedDataParallel",
-    "torch_compile": "compiling belongs to the plan: plan=\"... compile=yes\"",
+    "torch_compile": "compiling belongs to the plan: plan=\"... compile=blocks\"",
     "auto_find_batch_size": "the batch is part of the experiment; plan=\"... accumulate=K\" takes it in smaller pieces",
     "neftune_noise_alpha": "its noise is drawn outside of the streams that ranks share",
     "bf16_full_eval": "weights are evaluated as they are trained",
