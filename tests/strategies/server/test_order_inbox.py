@@ -53,10 +53,9 @@ def _heard(inbox: OrderInbox, wait_for: Callable[..., None], count: int) -> None
     wait_for(lambda: len(inbox.orders) == count)
 
 
-@pytest.mark.parametrize("takes_any", [False, True])
-def test_an_order_between_two_steps_asks_for_nothing(wait_for: Callable[..., None], takes_any: bool):
-    """It comes when the one before it was taken from the inbox, and its step has not begun."""
-    coordinator, arrivals = Coordinator(), Arrivals()
+def _at_first_step(coordinator: Coordinator, arrivals: Arrivals, wait_for: Callable[..., None], *,
+                   takes_any: bool) -> OrderInbox:
+    """A worker's inbox in its first step, whose weights have come. Its second order is there."""
     inbox = OrderInbox(coordinator, arrivals, takes_any=takes_any, alive=lambda: None)  # type: ignore[arg-type]
     inbox.listen()
     coordinator.send(1)
@@ -64,6 +63,14 @@ def test_an_order_between_two_steps_asks_for_nothing(wait_for: Callable[..., Non
     inbox.fetch(inbox.next())
     _heard(inbox, wait_for, 1)
     arrivals.arrive(inbox)
+    return inbox
+
+
+@pytest.mark.parametrize("takes_any", [False, True])
+def test_an_order_between_two_steps_asks_for_nothing(wait_for: Callable[..., None], takes_any: bool):
+    """It comes when the one before it was taken from the inbox, and its step has not begun."""
+    coordinator, arrivals = Coordinator(), Arrivals()
+    inbox = _at_first_step(coordinator, arrivals, wait_for, takes_any=takes_any)
     assert arrivals.asked == [1, 2]  # the second as soon as the first is there
     order = inbox.next()
     coordinator.send(3)
@@ -80,13 +87,7 @@ def test_weights_that_come_quickly_are_asked_for_when_their_step_begins(wait_for
     """Where any version will do, a later request gets fresher weights; a worker that waits asks at once."""
     coordinator, arrivals = Coordinator(), Arrivals()
     arrivals.pull_s = 0.0
-    inbox = OrderInbox(coordinator, arrivals, takes_any=True, alive=lambda: None)  # type: ignore[arg-type]
-    inbox.listen()
-    coordinator.send(1)
-    coordinator.send(2)
-    inbox.fetch(inbox.next())
-    _heard(inbox, wait_for, 1)
-    arrivals.arrive(inbox)
+    inbox = _at_first_step(coordinator, arrivals, wait_for, takes_any=True)
     assert arrivals.asked == [1]
     inbox.fetch(inbox.next())
     assert arrivals.asked == [1, 2]
