@@ -81,8 +81,8 @@ def _tell(row: Mapping[str, Any]) -> None:
     """A line for people who wait; of a command that failed, also what it said."""
     name = ", ".join(row[key] for key in ("job", "failure", "model", "precision", "contender", "plan") if key in row)
     print(f"  {name}: {row.get('verdict', '')} {row.get('reason', '')}".rstrip(), file=sys.stderr)
-    if row.get("said") and row.get("verdict", "failed") in ("failed", "differs"):
-        print(indent(row["said"], "    "), file=sys.stderr)
+    if row.get("stderr_tail") and row.get("verdict", "failed") in ("failed", "differs"):
+        print(indent(row["stderr_tail"], "    "), file=sys.stderr)
 
 
 def _write(document: Mapping[str, Any], output: Path) -> None:

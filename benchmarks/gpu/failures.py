@@ -40,5 +40,5 @@ def _tried(folder: Path, job: str, plan: str, devices: str, expected: int, pytho
     ended = command.run(command.train(python, job, plan, devices, folder / "run", "--check", "no", "--restarts", "0",
                                       "--patience", str(PATIENCE_S), *settings))
     row = {"verdict": "as expected" if ended.exit_code == expected else "differs", "exit_code": ended.exit_code,
-           "reason": ended.reason if ended.exit_code != expected else "", "said": ended.stderr_tail}
+           "reason": ended.reason if ended.exit_code != expected else "", "stderr_tail": ended.stderr_tail}
     return {**row, "seconds_to_end": time.time() - float(failed.read_text())} if failed.exists() else row

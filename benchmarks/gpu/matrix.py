@@ -38,7 +38,8 @@ class Cell:
     """A job under a plan.
 
     verdict: "equal", "differs", "failed", or "not run". off_by: the furthest loss or weight from the reference's,
-    relative to the largest of its tensor. reason: why it failed or did not run. said: the end of what it wrote then.
+    relative to the largest of its tensor. reason: why it failed or did not run. stderr_tail: the end of what it wrote
+    then.
     """
 
     job: str
@@ -47,7 +48,7 @@ class Cell:
     verdict: str
     off_by: float | None = None
     reason: str = ""
-    said: str = ""
+    stderr_tail: str = ""
     seconds: float = 0.0
 
 
@@ -115,10 +116,10 @@ def _compared(run: _Run, actual: _Trained | command.Ended | None, expected: _Tra
     if actual is None or expected is None:
         return Cell(run.job, run.plan, run.devices, "not run", reason="the time was up")
     if isinstance(actual, command.Ended):
-        return Cell(run.job, run.plan, run.devices, "failed", reason=actual.reason, said=actual.stderr_tail,
+        return Cell(run.job, run.plan, run.devices, "failed", reason=actual.reason, stderr_tail=actual.stderr_tail,
                     seconds=actual.seconds)
     if isinstance(expected, command.Ended):
-        return Cell(run.job, run.plan, run.devices, "failed", said=expected.stderr_tail, seconds=actual.seconds,
+        return Cell(run.job, run.plan, run.devices, "failed", stderr_tail=expected.stderr_tail, seconds=actual.seconds,
                     reason=f"what it is compared with failed: {expected.reason}")
     if actual.weights.keys() != expected.weights.keys() or len(actual.losses) != len(expected.losses):
         return Cell(run.job, run.plan, run.devices, "differs", reason="other weights or steps", seconds=actual.seconds)

@@ -36,7 +36,7 @@ def memory(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable
 
 def _figures(ended: command.Ended) -> dict[str, Any]:
     if ended.exit_code != 0:
-        return {"reason": ended.reason, "said": ended.stderr_tail}
+        return {"reason": ended.reason, "stderr_tail": ended.stderr_tail}
     summary = json.loads(ended.stdout)
     peak, predicted = summary["peak_memory_bytes"], summary["predicted"]["peak_memory_bytes"]
     return {"peak_memory_bytes": peak, "predicted_bytes": predicted,

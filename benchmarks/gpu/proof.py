@@ -42,7 +42,7 @@ def _certificates(gpus: int, folder: Path, python: Sequence[str], job: str) -> l
                          f"name={job}", "--devices", f"cuda:0-{min(gpus, 4) - 1}", "--run", str(run), "--json"],
                         timeout_s=2 * command.TIMEOUT_S)
     if not (run / "certificate.json").exists():
-        return [{"job": job, "plan": "", "verdict": "failed", "reason": ended.reason, "said": ended.stderr_tail}]
+        return [{"job": job, "plan": "", "verdict": "failed", "reason": ended.reason, "stderr_tail": ended.stderr_tail}]
     certificate = json.loads((run / "certificate.json").read_text())
     return [{"job": job, "plan": plan["plan"], "verdict": plan["verdict"],
              "reason": plan["reason"] or plan["refused"] or plan["note"] or "", "precisions": plan["precisions"],
@@ -59,7 +59,7 @@ def _repeated(gpus: int, folder: Path, python: Sequence[str], job: str, plan: st
         if ended.exit_code != 0:
             refusal = _refusal(ended)
             return {**row, "verdict": "refused" if refusal else "failed", "reason": refusal or ended.reason,
-                    "said": ended.stderr_tail}
+                    "stderr_tail": ended.stderr_tail}
         digests.add(hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest())
     return {**row, "verdict": "repeats" if len(digests) == 1 else "differs", "reason": ""}
 

@@ -36,11 +36,11 @@ def recovery(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callab
                              "--save-every", str(7 * steps // 8), "--kill", f"{last}@{3 * steps // 4}", "--json",
                              "--run", str(folder / f"recovery-{plan.replace(' ', '-')}"), *settings_of(model)])
         if not ended.stdout.strip():
-            return {**row, "verdict": "failed", "reason": ended.reason, "said": ended.stderr_tail}
+            return {**row, "verdict": "failed", "reason": ended.reason, "stderr_tail": ended.stderr_tail}
         report = json.loads(ended.stdout)
         effect, = report["effects"]
         return {**row, "verdict": "as expected" if ended.exit_code == 0 else "differs", "reason": "",
-                "said": ended.stderr_tail, "next_step_s": effect["next_step_s"], "caught_up_s": effect["caught_up_s"],
-                **{name: report[name] for name in REPORTED}}
+                "stderr_tail": ended.stderr_tail, "next_step_s": effect["next_step_s"],
+                "caught_up_s": effect["caught_up_s"], **{name: report[name] for name in REPORTED}}
 
     return command.beside(jobs, row_of, plans)

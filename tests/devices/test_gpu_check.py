@@ -88,7 +88,7 @@ def test_a_job_that_can_not_repeat_is_refused(tmp_path: Path, monkeypatch: pytes
     arguments = 1, tmp_path, [sys.executable]
     row = proof._repeated(*arguments, "without a deterministic form", "single")
     assert row["verdict"] == "refused" and row["reason"].startswith("the operator 'put_' has no deterministic form")
-    assert "hint: use another operator" in row["said"] and page.wrong({"proof": [row]}) == []
+    assert "hint: use another operator" in row["stderr_tail"] and page.wrong({"proof": [row]}) == []
 
     monkeypatch.setattr(command, "run", lambda given: ended("error: no such job", exit_code=2))
     row = proof._repeated(*arguments, "unknown", "single")
@@ -147,7 +147,8 @@ def test_rows_are_written_and_told_as_they_come(tmp_path: Path, monkeypatch: pyt
                                                 capsys: pytest.CaptureFixture[str]):
     """A check that is ended has those in its file, and what a command that failed had said is printed."""
     def one_row(*_: Any, **__: Any) -> Iterator[matrix.Cell]:
-        yield matrix.Cell("blocks", "data=2", "cuda:0-1", "failed", reason="error: rank 1", said="it waits in\nupdate")
+        yield matrix.Cell("blocks", "data=2", "cuda:0-1", "failed", reason="error: rank 1",
+                          stderr_tail="it waits in\nupdate")
         yield matrix.Cell("blocks", "shard=2", "cuda:0-1", "equal", off_by=0.0)
         raise KeyboardInterrupt
 
