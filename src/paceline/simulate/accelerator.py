@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from paceline.job import AUTOCAST, Precision
 from paceline.profile.profile import Product
@@ -40,6 +41,20 @@ FLOAT8_HOST_S = 0.96e-3
 MOST_SPLITS = 8  # parts that the inner side is cut into where there are too few tiles
 
 
+class PricedProducts(NamedTuple):
+    """Matrix products of one event, in one precision.
+
+    num_unfused: those that need more operators around them. num_float8: those in float8. num_rounded: values that are
+    rounded to float8 for them.
+    """
+
+    seconds: float
+    flops: float
+    num_unfused: int
+    num_float8: float
+    num_rounded: float
+
+
 @dataclass(frozen=True)
 class AcceleratorRates:
     """One accelerator under one training program.
@@ -55,11 +70,10 @@ class AcceleratorRates:
     multiprocessors: int
     software: Software
     item_bytes: int = 2
-    _priced: KeptByIdentity[Precision, tuple[float, float, int, float, float]] = field(
-        init=False, compare=False, repr=False)
+    _priced: KeptByIdentity[Precision, PricedProducts] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_priced", KeptByIdentity(self._products_s))
+        object.__setattr__(self, "_priced", KeptByIdentity(self._price))
 
     @property
     def slowdown(self) -> float:
@@ -77,25 +91,25 @@ class AcceleratorRates:
         flops = event.flops
         operators, host_s = event.operators, event.fixed_s
         if event.products:
-            products_s, known_flops, unfused, in_float8, cast = self._priced(event.products, precision)
-            cast_bytes = cast * (FLOAT8_FUSED_CAST_BYTES if event.is_compiled else FLOAT8_CAST_BYTES)
-            device_s += products_s + cast_bytes / (self.memory_bytes_per_s * software.memory_rate)
-            flops -= known_flops
-            operators += unfused * UNFUSED_OPERATORS
-            host_s += 0.0 if event.is_compiled else in_float8 * FLOAT8_HOST_S
+            priced = self._priced(event.products, precision)
+            cast_bytes = priced.num_rounded * (FLOAT8_FUSED_CAST_BYTES if event.is_compiled else FLOAT8_CAST_BYTES)
+            device_s += priced.seconds + cast_bytes / (self.memory_bytes_per_s * software.memory_rate)
+            flops -= priced.flops
+            operators += priced.num_unfused * UNFUSED_OPERATORS
+            host_s += 0.0 if event.is_compiled else priced.num_float8 * FLOAT8_HOST_S
         if flops > 0.5:  # of unknown shapes
             device_s += flops / (self.flops_per_s[_unshaped(precision)] * software.product_rate)
         return device_s, operators * software.operator_s + host_s
 
-    def _products_s(self, products: tuple[Product, ...],
-                    precision: Precision) -> tuple[float, float, int, float, float]:
-        """Seconds, FLOPs, how many need more operators around them, how many are in float8, and how many values are
-        rounded to it."""
+    def _price(self, products: tuple[Product, ...], precision: Precision) -> PricedProducts:
         in_float8 = [p for p in products if _is_float8(p, precision)]
-        return (sum(self._product_s(p, precision) for p in products), sum(p.flops for p in products),
-                sum(self._is_unfused(p) for p in products), sum(p.count for p in in_float8),
-                sum((max(1.0, p.rows) * max(1.0, p.inner) + max(1.0, p.inner) * max(1.0, p.columns)) * p.count
-                    for p in in_float8))
+        return PricedProducts(
+            seconds=sum(self._product_s(p, precision) for p in products),
+            flops=sum(p.flops for p in products),
+            num_unfused=sum(self._is_unfused(p) for p in products),
+            num_float8=sum(p.count for p in in_float8),
+            num_rounded=sum((max(1.0, p.rows) * max(1.0, p.inner) + max(1.0, p.inner) * max(1.0, p.columns)) * p.count
+                            for p in in_float8))
 
     def _is_unfused(self, product: Product) -> bool:
         return (product.kind in ATTENTION and self.software.kernels.attention == "plain"
