@@ -17,7 +17,7 @@ from paceline.launch.step_slots import StepSlots
 
 # Of the time of the steps, for notes, and for copies (`state_copies.py`) beside them, which are for ranks that are lost
 # in an update. Hashing, the journal and the watch have the rest of 1 %.
-TIME_SHARE, COPY_SHARE = 0.004, 0.0025
+TIME_SHARE, COPY_SHARE = 0.004, 0.001
 _WORD_BYTES = 8
 _NOTHING = -1
 _LOOK_EVERY_S = 0.005

@@ -9,7 +9,7 @@ from paceline.launch.step_slots import SLOTS, StepSlots
 
 # Of the time of the steps, spent on copies. Watching, hashing, the journal, and what a copy costs the steps beside it
 # have the rest of 1 %.
-TIME_SHARE = 0.005
+TIME_SHARE = 0.003
 
 
 class StateCopies(StepSlots):
