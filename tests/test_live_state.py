@@ -22,7 +22,7 @@ from torch import nn
 import paceline as pl
 from paceline.launch.live_states import LiveStates
 from paceline.launch.logs import logger
-from paceline.launch.state_copies import StateCopies
+from paceline.launch.state_copies import TIME_SHARE, StateCopies
 from paceline.plans import Plan
 from paceline.runtime import live, loop
 from paceline.runtime.checkpoint.files import bytes_of
@@ -521,3 +521,22 @@ def test_what_is_given_up_is_forgotten(tmp_path: Path, monkeypatch: pytest.Monke
     train(tmp_path / "run", "single", job_of(None, 0))
     there = seen.read_text().split()
     assert "True" in there and there[-1] == "False"
+
+
+def test_copies_are_closer_again_without_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside notes they have a smaller share of the time. That must not last until some later copy."""
+    monkeypatch.setattr(live, "_ENOUGH", 1)
+    monkeypatch.setattr(loop, "NOTE_SHARE", 0.0)
+    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, *, share: 2 if share == TIME_SHARE else 1000)
+    copy, seen = Copier.copy, tmp_path / "seen"
+
+    def seen_copy(self: Copier, step: int, *args: Any, **kwargs: Any) -> None:
+        copy(self, step, *args, **kwargs)
+        with seen.open("a") as file:
+            file.write(f"{step} ")
+        if self.num_copies == 2:  # as if notes had begun before it
+            self.every, self.next_step = 1000, step + 1000
+
+    monkeypatch.setattr(Copier, "copy", seen_copy)
+    train(tmp_path / "run", "single", job_of(None, 0))
+    assert list(map(int, seen.read_text().split()))[-2:] == [STEPS - 2, STEPS]

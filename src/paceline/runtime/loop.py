@@ -828,14 +828,19 @@ def _copy(run: _Run) -> None:
     if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
         if copier.num_copies <= 2:  # the times of later ones are those of copies before them
             copier.wait()
-        share, step_s = COPY_SHARE if run.is_noting else TIME_SHARE, statistics.median(run.speed.latest_s)
-        copier.every = _greatest(run, copier.affordable_every(step_s, share=share) if copier.fits(pieces) else _NEVER)
+        copier.every = _greatest(run, _affordable_every(run, copier) if copier.fits(pieces) else _NEVER)
         if copier.neighbour is not None:
-            copier.send_every = _greatest(run, copier.affordable_send_every(step_s))
+            copier.send_every = _greatest(run, copier.affordable_send_every(statistics.median(run.speed.latest_s)))
         if copier.every == _NEVER:
             _end_copies(run)
     if sends and run.copier is not None:
         copier.send(run.step)
+
+
+def _affordable_every(run: _Run, copier: Copier) -> int:
+    """Steps from copy to copy of this rank, for their share of the time."""
+    return copier.affordable_every(statistics.median(run.speed.latest_s),
+                                   share=COPY_SHARE if run.is_noting else TIME_SHARE)
 
 
 def _is_sent(run: _Run, copier: Copier, neighbour: HostCopies) -> bool:
@@ -915,6 +920,9 @@ def _keep_live(run: _Run) -> None:
             run.live.end()
             run.is_noting = False
             copies.live.forget(context.slot)  # nobody waits for it any more
+            if copier is not None:  # whose copies were further apart beside notes
+                copier.every = _greatest(run, _affordable_every(run, copier))
+                copier.next_step = min(copier.next_step, run.step + copier.every)
     if run.live is not None and run.is_noting:
         began_s = time.perf_counter()  # where there are several hosts, all ranks have a part in the document
         run.live.note(run.step, _note_document(run), began_s=began_s)
