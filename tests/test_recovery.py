@@ -300,4 +300,4 @@ def test_one_slow_copy_does_not_put_copies_apart():
     copier = Copier(_Context(0), None, 2)  # type: ignore[arg-type]
     assert copier.affordable_every(0.1) == 1
     copier._latest_s.extend([0.001, 0.5, 0.001])
-    assert copier.affordable_every(0.1) == 2
+    assert copier.affordable_every(0.1, share=0.005) == 2
