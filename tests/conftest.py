@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
+from later import needed
 from preloaded import OF_FORKS, capture_once, use_huge_pages
 
 from paceline.cluster import Cluster
@@ -162,7 +163,9 @@ def charts_drawn_once() -> Iterator[None]:
 
         return chart
 
-    charts = pytest.importorskip("paceline.reports.charts")
+    needed("matplotlib")
+    from paceline.reports import charts
+
     with pytest.MonkeyPatch.context() as patch:
         for draw in (charts.lines, charts.stacked, charts.points):
             patch.setattr(charts, draw.__name__, once(draw))

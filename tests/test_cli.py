@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from later import needed
 from typer.testing import CliRunner
 
 import paceline
@@ -388,7 +389,7 @@ def test_plan_hands_every_option_on(verb: Any, job_file: str):
 
 def test_plan_draws_a_scale(verb: Any, job_file: str, tmp_path: Path):
     """The drawing's place goes to stderr, the table or the document to stdout."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'paceline[plot]'")
+    needed("matplotlib")
     scale, file = verb("scale", Planned(FIGURES)), tmp_path / "scale.svg"
     result = call("plan", job_file, "--cluster", "8xH100", "--scale", "1..64", "--plot", str(file), "--relaxed")
     assert (result.stdout, file.read_text()) == ("a table\n", "drawn") and f"drawn {file}" in result.stderr
@@ -432,7 +433,7 @@ def test_the_version_is_printed():
     assert call("--version").stdout == f"paceline {paceline.__version__}\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full, a file that is always full")
 def test_an_output_without_room_is_an_error():
     with open("/dev/full", "w") as full:
         ran = subprocess.run([sys.executable, "-m", "paceline", "--version"], stdout=full, stderr=subprocess.PIPE,
@@ -440,7 +441,7 @@ def test_an_output_without_room_is_an_error():
     assert (ran.returncode, ran.stderr) == (1, "Error: the output can't be written: No space left on device\n")
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="its names of files are UTF-8")
+@pytest.mark.skipif(sys.platform == "darwin", reason="needs Linux: macOS has only UTF-8 names of files")
 def test_names_of_files_need_not_be_text(tmp_path: Path):
     """A run in a folder whose name is Latin-1 is trained, checked, reported and printed."""
     folder = tmp_path / os.fsdecode(b"caf\xe9")

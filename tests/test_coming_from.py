@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from later import needed
 from torch.utils.data import DataLoader
 
 import paceline as pl
@@ -70,7 +71,7 @@ def test_ten_lines_change():
 
 def test_the_job_ends_where_the_loop_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Weights and accuracy of the loop, and of the job under two plans."""
-    pytest.importorskip("sklearn")
+    needed("sklearn", "scikit-learn")
     before, after = scripts("from-a-training-loop.md")
     loop = run_script(before)
     accuracy = float(re.findall(r"epoch 4: accuracy (\S+)", capsys.readouterr().out)[0])
@@ -90,8 +91,8 @@ def test_the_job_ends_where_the_loop_ends(tmp_path: Path, capsys: pytest.Capture
 def test_the_job_ends_where_the_script_of_another_tool_ends(
         page: str, package: str, model: str, tmp_path: Path, one_process: None, monkeypatch: pytest.MonkeyPatch):
     """The other tool runs in one process, where it computes what one device computes."""
-    pytest.importorskip("sklearn")
-    pytest.importorskip(package)
+    needed("sklearn", "scikit-learn")
+    needed(package)
     before, after = scripts(page)
     if page == "from-deepspeed.md":  # its own loader shuffles whatever it is told
         before = before.replace("for inputs, targets in loader:", IN_ORDER)

@@ -89,7 +89,7 @@ def test_a_container_limits_memory(monkeypatch: pytest.MonkeyPatch):
 def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, total: int, status: str):
     """Docker's 64 MiB of /dev/shm are too few for loader workers."""
     if not Path("/dev/shm").is_dir():
-        pytest.skip("this system has no /dev/shm")
+        pytest.skip("needs Linux's /dev/shm")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total, 0, total))
     check = finding("shared memory")
     assert check.status == status

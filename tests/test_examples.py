@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from later import needed
 
 import paceline as pl
 from paceline.choices import choosing
@@ -67,7 +68,7 @@ def test_commands_that_train_an_example_run_on_any_machine():
     pytest.param(name, marks=pytest.mark.slow) if name in TESTED_ELSEWHERE else name for name in JOBS])
 def test_an_example_trains_under_its_plan(name: str, tmp_path: Path):
     """Two steps, and the plan is the one of its docstring."""
-    pytest.importorskip("sklearn")
+    needed("sklearn", "scikit-learn")
     plan, settings = JOBS[name]
     docstring = (EXAMPLES / name).read_text(encoding="utf-8").split('"""')[1]
     assert set(re.findall(r"[a-z]+=", plan)) <= set(re.findall(r"[a-z]+=", docstring))
@@ -102,7 +103,7 @@ def test_the_cluster_that_nobody_owns_is_planned_for():
 
 def test_architectures_differ_by_their_choices():
     """The net consists of what is chosen."""
-    pytest.importorskip("sklearn")
+    needed("sklearn", "scikit-learn")
     net = runpy.run_path(str(EXAMPLES / "12_architecture_search.py"))["net"]
     last_of = {"net.blocks": 3}
     with choosing(lambda name, options: last_of.get(name, options[-1])):
@@ -115,7 +116,7 @@ def test_architectures_differ_by_their_choices():
 @pytest.mark.parametrize("name", ["07_keras.py", "08_transformers.py"])
 def test_a_script_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """As `python FILE` does."""
-    pytest.importorskip({"07_keras.py": "keras", "08_transformers.py": "peft"}[name])
+    needed({"07_keras.py": "keras", "08_transformers.py": "peft"}[name])
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert capsys.readouterr().out
@@ -124,7 +125,7 @@ def test_a_script_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Keras about numpy
 def test_the_script_of_keras_equals_one_process(capsys: pytest.CaptureFixture[str]):
     """A small form: the same history on two ranks as on one."""
-    pytest.importorskip("keras")
+    needed("keras")
     main = runpy.run_path(str(EXAMPLES / "07_keras.py"))["main"]
     (_, one), (_, two) = (main(plan, devices, epochs=1, samples=100)
                           for plan, devices in (("data=1", "cpu:0"), ("data=2", "cpu:0-1")))

@@ -341,9 +341,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
-        pytest.skip("mounting a small disk needs root")
+        pytest.skip("can't mount a small disk, which needs Linux and root (in a container --cap-add SYS_ADMIN): "
+                    f"{mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from later import needed
 
 from paceline.errors import JobError, TrainingError
 from paceline.job import Job
@@ -100,7 +101,7 @@ def test_the_order_may_be_that_of_the_files(paths: list[Path]):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 def test_files_of_webdataset(paths: list[Path]):
     """Its own reader gives the samples of a file; they are those of the reader here."""
-    webdataset = pytest.importorskip("webdataset")
+    webdataset = needed("webdataset")
 
     def read(path: Path) -> Iterator[Any]:
         return iter(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from later import needed
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -306,7 +307,7 @@ def test_arrays_are_not_copied(tmp_path: Any):
 
 def test_frames_of_pandas():
     """Columns are the input's numbers, and a series is a target."""
-    pandas = pytest.importorskip("pandas")
+    pandas = needed("pandas")
     frame = pandas.DataFrame({"a": X[:, 0].numpy(), "b": X[:, 1].numpy(), "y": Y.numpy()})
     tensors = job(data=(frame[["a", "b"]], frame["y"]), batch=2).data.tensors
     assert torch.equal(tensors[0], X) and torch.equal(tensors[1], Y)
@@ -394,7 +395,7 @@ def test_weights_that_make_no_sense(fields: dict[str, Any], message: str):
 
 def test_a_data_set_of_hugging_face():
     """Its items become tensors, unless it has a format or the job collates; splits are named; a stream is a stream."""
-    datasets = pytest.importorskip("datasets")
+    datasets = needed("datasets")
     rows = datasets.Dataset.from_dict({"x": X.tolist(), "label": Y.tolist()})
     made = job(data=rows, batch=6)
     batch = next(iter(whole_batches(made, 1)))

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from fake_nvml import FakeCard, fake_nvml
+from later import needed
 
 from paceline import nvml
 from paceline.nvml import CardProcess, Cards
@@ -76,5 +77,5 @@ def test_machines_without_nvml(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_package_has_what_is_asked():
     """Where it is installed: the fake has no function that the package lacks."""
-    real = pytest.importorskip("pynvml")
+    real = needed("pynvml", "nvidia-ml-py")
     assert [name for name in vars(fake_nvml([])) if name[:4] in ("nvml", "NVML") and not hasattr(real, name)] == []

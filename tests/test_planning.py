@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from later import needed
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -89,7 +90,7 @@ def test_devices_that_are_not_here():
     pytest.param("2x8xH100", "pipeline data tensor", marks=pytest.mark.slow)])
 def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str, most: str):
     """From its configuration, as it is: it also returns a cache, which no plan passes on."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = needed("transformers")
     config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0,
                                      embd_pdrop=0, attn_pdrop=0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("benchmarks.published", reason="benchmarks are not installed")
+pytest.importorskip("benchmarks.published", reason="benchmarks/ can't be imported: run pytest in a checkout's root")
 
 from benchmarks.published.report import Errors, main, rank_correlation
 from benchmarks.published.rows import Case, Skipped, case, read

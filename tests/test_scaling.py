@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from later import needed
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -67,7 +68,7 @@ def test_nothing_fits(tmp_path: Path):
     file.write_text('[[nodes]]\ndevices = ["4xH100"]\nmemory = "900MB"\n')
     none = paceline.scale(_job(Moody), str(file), "1..4")
     assert all("nothing fits" in point.problem and "MiB more" in point.problem for point in none.points)
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'paceline[plot]'")
+    needed("matplotlib")
     with pytest.raises(PacelineError, match="nothing fits on any number"):
         none.plot(tmp_path / "none.png")
 
@@ -75,7 +76,7 @@ def test_nothing_fits(tmp_path: Path):
 @pytest.mark.parametrize(("suffix", "head"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_it_is_drawn(scaling: Scaling, tmp_path: Path, suffix: str, head: bytes):
     """As an image or as lines, in a folder that need not be there."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'paceline[plot]'")
+    needed("matplotlib")
     drawn = scaling.plot(tmp_path / "plots" / f"scale{suffix}")
     assert drawn.read_bytes().startswith(head)
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from later import Later
+from later import Later, needed, not_installed
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.launch.failure import RankFailed
@@ -23,7 +23,8 @@ from paceline.verbs.chosen import Chosen
 
 transformers, callbacks = Later("transformers"), Later("trainer_callbacks")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.skipif(
-    None in map(find_spec, ("transformers", "accelerate")), reason="transformers or accelerate is not installed")]
+    None in map(find_spec, ("transformers", "accelerate")),
+    reason=not_installed("transformers or accelerate", "transformers accelerate"))]
 _TOLERANCE = 3e-6  # of logged figures, which are of float32; relative where they are large
 
 
@@ -55,7 +56,7 @@ def _model() -> Any:
 
 
 def _adapted() -> Any:
-    peft = pytest.importorskip("peft")
+    peft = needed("peft")
     model = _model()
     transformers.set_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
@@ -340,9 +341,9 @@ def test_smoothed_labels_and_images_are_trained_as_on_one_device(tmp_path: Path)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
 def test_supervised_fine_tuning_logs_the_same_losses(plan: str, tmp_path: Path):
     """TRL's trainer on tokens; what it notes of each forward is left out."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    tokenizers = pytest.importorskip("tokenizers")
+    trl = needed("trl")
+    datasets = needed("datasets")
+    tokenizers = needed("tokenizers")
     from paceline.transformers import SFTTrainer
 
     vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number + 2 for number in range(62)}}

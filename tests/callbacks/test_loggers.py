@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from later import needed
 
 import paceline as pl
 from paceline.callbacks.loggers import loggers_of
@@ -55,7 +56,7 @@ def assert_curves(losses: list[tuple[int, float]], validation: list[tuple[int, f
 
 
 def test_tensorboard(tmp_path: Path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = needed("tensorboard.backend.event_processing.event_accumulator", "tensorboard")
     expected = train(tmp_path / "run", f"tensorboard:{tmp_path / 'events'}")
     events = accumulator.EventAccumulator(str(tmp_path / "events"), size_guidance={"scalars": 0, "images": 0}).Reload()
     assert_curves([(e.step, e.value) for e in events.Scalars("loss")],
@@ -69,7 +70,7 @@ def test_tensorboard(tmp_path: Path):
 @pytest.fixture
 def mlflow_server(tmp_path: Path) -> Iterator[str]:
     """A tracking server of its own, with its database in a file."""
-    pytest.importorskip("mlflow")
+    needed("mlflow")
     import socket
 
     with socket.socket() as free:
@@ -132,7 +133,7 @@ def records(path: Path) -> Iterator[Any]:
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two files, of one run: the second goes on in the first one's."""
-    pytest.importorskip("wandb")
+    needed("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     expected = train(tmp_path / "run", "wandb:project")
@@ -157,7 +158,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    pytest.importorskip("trackio")
+    needed("trackio", "trackio pillow")
     from trackio.sqlite_storage import SQLiteStorage
 
     expected = train(tmp_path / "run", "trackio:project")

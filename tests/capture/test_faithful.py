@@ -287,7 +287,8 @@ def test_a_size_that_depends_on_values_is_refused() -> None:
         sum(value.num_bytes for value in recorded.values.values())
 
 
-@pytest.mark.skipif(not hasattr(torch.fx.config, "do_not_emit_stack_traces"), reason="torch 2.11 always looks for them")
+@pytest.mark.skipif(not hasattr(torch.fx.config, "do_not_emit_stack_traces"),
+                    reason="needs a later torch than 2.11, which always looks for them")
 def test_no_operator_s_line_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes a fifth of a capture; torch looks for them again afterwards."""
     def extract(**_: Any) -> Any:

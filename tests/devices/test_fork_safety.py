@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from later import needed
 from stubbed_cuda import stubbed_cuda
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -108,8 +109,8 @@ def test_verify_on_gpus_uses_them_in_other_processes_alone(touched: list[str], t
 
 def test_a_trainer_of_transformers_uses_no_cuda_in_its_own_process(touched: list[str], tmp_path: Path):
     """Where its arguments keep to the CPU; others start ranks from another interpreter, see test_trainer_on_gpus."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+    transformers = needed("transformers")
+    needed("accelerate")
     from paceline.transformers import Trainer
 
     samples = [{"input_ids": torch.tensor([1, 2, 3, number]), "labels": torch.tensor([1, 2, 3, number])}

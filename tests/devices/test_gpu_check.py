@@ -185,7 +185,7 @@ def test_the_page_names_what_is_wrong():
     assert "Not as it should be: 5" in lines
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs: set CUDA_VISIBLE_DEVICES=")
 def test_a_machine_without_gpus_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command, "run", lambda given: command.Ended(0, json.dumps(machine._look()), "", 0.1))
     with pytest.raises(RuntimeError, match="torch can use no GPU here: `paceline doctor` says why"):

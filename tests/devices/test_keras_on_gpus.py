@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from later import not_installed
 from pretended_cuda.client import Workshop, Workshops
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600),
-              pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed")]
+              pytest.mark.skipif(find_spec("keras") is None, reason=not_installed("keras"))]
 _SCRIPT = """
 import json, os, sys
 import keras, numpy as np, torch

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from later import not_installed
 from pretended_cuda.build import CannotBuild, build
 from pretended_cuda.client import SITE
 
 from paceline.launch.fork import in_a_fork
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.skipif(
-    None in map(find_spec, ("transformers", "accelerate")), reason="transformers or accelerate is not installed")]
+    None in map(find_spec, ("transformers", "accelerate")),
+    reason=not_installed("transformers or accelerate", "transformers accelerate"))]
 _DEVICES = Path(__file__).parent
 _SCRIPT = """
 import sys

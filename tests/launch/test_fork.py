@@ -49,7 +49,7 @@ in_a_fork(backward)
 """
 
 
-@pytest.mark.skipif(not torch.version.cuda, reason="torch is not built for CUDA, and counts no GPUs that aren't there")
+@pytest.mark.skipif(not torch.version.cuda, reason="needs a build of torch for CUDA (but no GPU): others count none")
 @pytest.mark.timeout(120)
 def test_forks_run_a_backward_after_one_of_fake_tensors():
     """In a process of its own: this one's autograd has started."""

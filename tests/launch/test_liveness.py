@@ -296,7 +296,7 @@ def test_a_hub_that_can_not_be_reached_is_told(start_ranks: Any, monkeypatch: py
 def test_a_dead_host_is_given_up(patience_s: float):
     """Its kernel is asked for signs of life, and within the patience."""
     if not hasattr(socket, "TCP_KEEPCNT"):
-        pytest.skip("this system's probes can't be set")
+        pytest.skip("needs a system with TCP_KEEPCNT, such as Linux")
     with socket.socket() as sock:
         liveness._watch_host(sock, liveness.silence_s(patience_s))
         idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in (

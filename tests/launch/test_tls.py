@@ -109,7 +109,7 @@ def test_new_keys_in_the_middle(identity: Identity):
     """A peer renews its keys and wants ours renewed: the answer goes out, though another thread is about to send.
     Python's ssl asks for none, so OpenSSL's own client does."""
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl")
+        pytest.skip("openssl is not installed: apt install openssl")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         client = subprocess.Popen(["openssl", "s_client", "-connect", f"127.0.0.1:{port}", "-tls1_3"], text=True,

@@ -148,7 +148,7 @@ def hold_the_interpreter() -> None:
     ctypes.PyDLL("libc.so.6").sleep(1000)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="calls glibc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: calls glibc")
 def test_a_rank_in_a_native_call_that_holds_the_interpreter(run_ranks: Any):
     """No thread of the rank can speak; its stack and its line are told all the same, in time."""
     began_s = time.monotonic()
@@ -173,7 +173,7 @@ def test_a_rank_alone_is_told_of(run_ranks: Any, capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err.count("did not go on for 1 s") == 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says what a process does in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc, which says what a process does")
 def test_a_rank_alone_that_is_stopped_is_ended(run_ranks: Any):
     """It can't go on by itself, so the run would never end."""
     def body(context: Any) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from later import needed
 
 from paceline.launch.namespaces import NetworkHost, NoNamespaces, network_hosts
 
@@ -30,9 +31,9 @@ def hosts() -> Iterator[list[NetworkHost]]:
 def slurm(tmp_path: Path) -> Iterator[Mapping[str, str]]:
     """The environment of a Slurm of one node with two cores."""
     if shutil.which("slurmctld") is None or shutil.which("slurmd") is None:
-        pytest.skip("slurmctld and slurmd are not here (Debian's package slurm-wlm)")
+        pytest.skip("slurmctld and slurmd are not installed: apt install slurm-wlm")
     if os.geteuid() != 0:
-        pytest.skip("a Slurm of one's own runs as root")
+        pytest.skip("starting slurmctld and slurmd needs root: run as root")
     host, ports = socket.gethostname().partition(".")[0], [free_port(), free_port()]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "paceline").write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline "$@"\n')
@@ -83,7 +84,7 @@ def free_port() -> int:
 @pytest.fixture
 def ray_cluster() -> Iterator[Any]:
     """Two nodes of this machine, with a CPU each."""
-    pytest.importorskip("ray", reason="training on Ray is an extra: pip install 'paceline[ray]'")
+    needed("ray")
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

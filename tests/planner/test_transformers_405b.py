@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from later import needed
 from torch import Tensor
 
 import paceline as pl
@@ -16,7 +17,7 @@ from paceline.planner.problem import PlanningProblem
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
 
-transformers = pytest.importorskip("transformers")
+transformers = needed("transformers")
 
 LAYERS, SEQUENCE, BATCH = 126, 8192, 2048
 CLUSTER = Cluster.parse("2048x8xH100")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import make_job
+from later import not_installed
 from safetensors.torch import load_file
 from torch import nn
 
@@ -19,7 +20,7 @@ import paceline
 from paceline.capture.float8 import in_float8, left_in_bf16
 from paceline.errors import JobError, PlanError
 
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason=not_installed("torchao"))
 
 
 def trained(plan: str, run: Path, **changes: Any) -> tuple[list[float], dict[str, torch.Tensor]]:

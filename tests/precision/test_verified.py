@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import data, make_job, token_sum
+from later import not_installed
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,7 +20,7 @@ from paceline.strategies.data.run import GradientBuckets
 
 OTHERS = (*(pytest.param(precision, marks=pytest.mark.slow) for precision in ("tf32", "bf16")),
           pytest.param("fp8", marks=[pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(
-              importlib.util.find_spec("torchao") is None, reason="torchao is not installed")]))
+              importlib.util.find_spec("torchao") is None, reason=not_installed("torchao"))]))
 pytestmark = pytest.mark.timeout(300)
 
 

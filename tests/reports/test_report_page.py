@@ -223,7 +223,7 @@ def test_a_card_has_five_lines(tmp_path: Path, changes: dict[str, Any]):
 def test_a_browser_shows_it_without_errors(tmp_path: Path, width: int):
     """No message in the console, and a picture that is not blank."""
     if (browser := shutil.which("chromium")) is None:
-        pytest.skip("no chromium is here")
+        pytest.skip("chromium is not installed: apt install chromium")
     page, picture = write(written(tmp_path)), tmp_path / "page.png"
     shown = subprocess.run([browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
                             f"--window-size={width},2000", f"--screenshot={picture}", page.as_uri()],

@@ -14,7 +14,7 @@ from paceline.runtime import cores
 from paceline.runtime.cores import CoreWait
 
 
-@pytest.mark.skipif(not cores._SCHEDULED.exists(), reason="Linux says it in /proc/self/schedstat")
+@pytest.mark.skipif(not cores._SCHEDULED.exists(), reason="needs Linux's /proc/self/schedstat")
 def test_a_process_that_shares_its_core_waits():
     """For about half of the time, beside one other process on the same core; at least a twentieth is asked for."""
     core = {min(os.sched_getaffinity(0))}

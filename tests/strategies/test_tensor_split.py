@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from later import needed
 from stateful_jobs import assert_alike, by_one_device
 from tensor_models import Fused, Mlp, Points, Stack, StackedExperts, job_of, laid_out
 from torch import nn
@@ -516,7 +517,7 @@ def test_a_plan_that_the_model_brings_costs_speed_at_worst(plan: dict[str, str],
 
 def test_transformers_plans_are_read() -> None:
     """Patterns of modules and of parameters, with a base model's prefix."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = needed("transformers")
     config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                                       num_attention_heads=4, num_key_value_heads=2)
     split_by_name = published(transformers.LlamaForCausalLM(config))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from later import needed
 from study_jobs import JOB, WORKS
 
 import paceline as pl
@@ -30,7 +31,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two nodes of this machine, with a CPU each."""
-    pytest.importorskip("ray", reason="placing trials by Ray is an extra: pip install 'paceline[ray]'")
+    needed("ray")
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -121,7 +122,7 @@ def test_a_run_folder_that_nodes_do_not_see_is_refused(cluster: Any, file: str, 
 def test_an_address_without_a_cluster_does_not_hang(file: str, tmp_path: Path, address: str, message: str,
                                                     monkeypatch: pytest.MonkeyPatch):
     """Whether nothing listens there or something that says nothing."""
-    pytest.importorskip("ray", reason="placing trials by Ray is an extra: pip install 'paceline[ray]'")
+    needed("ray")
     monkeypatch.setattr(on_ray, "_CONNECT_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         given = f"127.0.0.1:{silent.getsockname()[1]}" if address == "silent" else address

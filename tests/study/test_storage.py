@@ -14,6 +14,7 @@ from typing import Any
 
 import optuna
 import pytest
+from later import needed
 from study_jobs import WORKS
 
 import paceline as pl
@@ -34,7 +35,7 @@ def postgres() -> Iterator[str]:
     initdb, server = _postgres("initdb"), _postgres("pg_ctl")
     if initdb is None or server is None:
         pytest.skip("PostgreSQL is not installed: apt install postgresql")
-    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'psycopg[binary]'")
+    needed("psycopg", "'psycopg[binary]'")
     folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))  # a socket's path may have 107 bytes
     as_user: dict[str, Any] = {}
     if os.getuid() == 0:  # the server refuses to be root

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from later import needed
 from planted import verified
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -216,7 +217,7 @@ def test_a_stop_ends_the_verification(start_child: Callable[..., Any]) -> None:
 def test_a_transformers_model_from_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2 with its tied embedding, untouched, under replicas and shards."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = needed("transformers")
 
     def model() -> nn.Module:
         config = transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False,

@@ -121,7 +121,7 @@ def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 @pytest.mark.parametrize(("plan", "rank", "number"), [
     ("server=1 workers=3 staleness=inf", 2, signal.SIGKILL), ("server=2 workers=3 staleness=1", 3, signal.SIGSTOP),
     ("server=1 workers=2 staleness=inf colocate=yes", 1, signal.SIGKILL)])
@@ -135,7 +135,7 @@ def test_others_take_the_steps_of_a_worker_that_is_gone(tmp_path: Path, plan: st
     assert sum(summary["staleness"].values()) == 24 * Plan.parse(plan).sync.workers  # updates
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
     """Those that are still building their model take over."""
     def slow() -> Mlp:
@@ -151,7 +151,7 @@ def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 @pytest.mark.parametrize(("rank", "plan"), [(2, "server=1 workers=2"), (1, "server=2 workers=2 colocate=yes")])
 def test_without_staleness_a_death_ends_the_run(tmp_path: Path, rank: int, plan: str):
     """The rank that was killed is named, whoever lost a connection to it."""

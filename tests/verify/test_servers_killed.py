@@ -27,7 +27,7 @@ from verify_jobs import make_job
 import paceline
 from paceline.plans import Plan
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 TIMEOUT_S = 20
 
 

@@ -30,10 +30,11 @@ def build() -> Path:
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise CannotBuild("no C++ compiler is here (g++ or clang++), which the pretended CUDA device is built with")
+        raise CannotBuild("the pretended CUDA device is built with a C++ compiler, and there is none: apt install g++")
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").exists():
-        raise CannotBuild(f"Python's headers are not in {headers}, which the pretended CUDA device is built with")
+        raise CannotBuild(f"the pretended CUDA device is built with Python's headers, and {headers} has none: "
+                          "apt install python3-dev")
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     torch = Path(spec.origin).resolve().parent

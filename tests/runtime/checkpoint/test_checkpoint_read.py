@@ -140,7 +140,7 @@ def test_the_six_lines_of_the_docs(cut: Checkpoint) -> None:
     assert torch.equal(names["whole"], DENSE)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 def test_what_was_read_is_not_held(tmp_path: Path) -> None:
     """A model is exported tensor by tensor, and a rank under a memory limit must not come to hold the whole file."""
     def mapped_kib() -> int:

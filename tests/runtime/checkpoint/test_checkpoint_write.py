@@ -362,13 +362,13 @@ def test_poll_raises_a_failure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs Linux and root")
+        pytest.skip("mounting a tmpfs needs Linux and root: run as root")
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
     mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
-        pytest.skip(f"can't mount a tmpfs: {mounted.stderr.strip()}")
+        pytest.skip(f"can't mount a tmpfs, for which a container needs --cap-add SYS_ADMIN: {mounted.stderr.strip()}")
     yield path
     subprocess.run(["umount", str(path)], check=True)
 
