@@ -20,6 +20,18 @@ def write_cells(path: Path, cells: list[Any]) -> None:
     path.write_text(json.dumps([cell.to_dict() for cell in cells], indent=1) + "\n")
 
 
+def known_cells(path: Path) -> list[Any]:
+    """The cells of an earlier sweep, from its --json or its page, but for those of jobs that are no longer there."""
+    from .page import cells_of_page
+    from .registry import entries
+    from .sweep import Cell
+
+    text = path.read_text()
+    cells = [Cell(**cell) for cell in json.loads(text)] if path.suffix == ".json" else cells_of_page(text)
+    names = {entry.name for entry in entries()}
+    return [cell for cell in cells if cell.job in names]
+
+
 def main() -> int:
     """Run the sweep, print its table, and return 1 if a cell is wrong."""
     import torch
@@ -37,7 +49,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="every cell with its reason")
     parser.add_argument("--write", type=Path, help="the page that says what works under what")
     parser.add_argument("--retry", type=Path, metavar="FILE",
-                        help="run what FILE, a --json, calls wrong or refused; keep its rest")
+                        help="run what FILE, a --json or a page (.md), calls wrong or refused or lacks; keep its rest")
     parser.add_argument("--resume-check", action="store_true", help="stop under one plan and go on under another")
     parser.add_argument("--certify", action="store_true", help="let paceline verify judge, and count what it fails")
     given = parser.parse_args()
@@ -52,11 +64,13 @@ def main() -> int:
         if given.certify:
             plans = given.plans if given.plans != list(PLANS) else CERTIFIED_PLANS
             cells = certify(jobs, plans, sweep.say, timeout_s=given.seconds)
-        known = [Cell(**cell) for cell in json.loads(given.retry.read_text())] if given.retry else []
+        known = known_cells(given.retry) if given.retry else []
+        kept = 0
         for plan in () if given.resume_check or given.certify else given.plans:
             of_plan = {cell.job: cell for cell in known if cell.plan == plan}
-            open_cells = {cell.job for cell in of_plan.values() if cell.verdict in (WRONG, REFUSED)}
-            again = [entry for entry in jobs if not given.retry or entry.name in open_cells]
+            settled = {cell.job for cell in of_plan.values() if cell.verdict not in (WRONG, REFUSED)}
+            again = [entry for entry in jobs if entry.name not in settled]
+            kept += len(settled)
             of_plan |= {cell.job: cell for cell in (sweep.run(again, [plan]) if again else ())}
             cells += of_plan.values()
             if given.json:  # after each plan, for a sweep that is ended before its time
@@ -64,7 +78,7 @@ def main() -> int:
     if given.json:
         write_cells(given.json, cells)
     if given.write:
-        given.write.write_text(page(jobs, cells))
+        given.write.write_text(page(jobs, cells, kept=kept))
     print(table(jobs, cells))
     print(", ".join(f"{number} {verdict} ({SYMBOLS[verdict]})"
                     for verdict, number in Counter(cell.verdict for cell in cells).most_common()))

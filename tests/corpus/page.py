@@ -37,6 +37,10 @@ plain loop shares only the job's fields and the order of data with Paceline. The
 
 The page does not cover GPUs, several hosts, speed, or relaxed plans, which are not meant to equal one device.
 """
+_KEPT = """\
+{kept} of the {cells} cells are from earlier runs. The last run took what was refused, wrong or not on the page.
+"""
+_EVERY_CELL = "## Every job under every plan\n"
 
 
 def table(jobs: Sequence[Entry], cells: Sequence[Cell]) -> str:
@@ -51,12 +55,29 @@ def table(jobs: Sequence[Entry], cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def page(jobs: Sequence[Entry], cells: Sequence[Cell]) -> str:
-    """The page in Markdown: shares by plan, the commonest refusals, every cell."""
+def page(jobs: Sequence[Entry], cells: Sequence[Cell], *, kept: int = 0) -> str:
+    """The page in Markdown: shares by plan, the commonest refusals, every cell.
+
+    kept: how many of the cells are from earlier runs.
+    """
     plans = list(dict.fromkeys(cell.plan for cell in cells))
     parts = [_INTRODUCTION.format(jobs=len(jobs), plans=len(plans)), _shares(plans, cells), _refusals(cells),
              _every_cell(jobs, plans, cells)]
+    if kept:
+        parts.insert(1, _KEPT.format(kept=kept, cells=len(cells)))
     return "\n".join(parts)
+
+
+def cells_of_page(text: str) -> list[Cell]:
+    """The cells that a page shows, without reasons and figures, because a page has a sign for each."""
+    plans = re.findall(r"^\d+\. `(.+)`$", text, re.MULTILINE)
+    verdicts = {sign: verdict for verdict, sign in SYMBOLS.items()}
+    cells = []
+    for line in text.partition(_EVERY_CELL)[2].splitlines():
+        job, *columns = line.removeprefix("| ").removesuffix(" |").split(" | ")
+        cells += [Cell(job, plan, verdicts[sign]) for plan, sign in zip(plans, columns[-len(plans):], strict=False)
+                  if sign in verdicts]
+    return cells
 
 
 def _signs(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
@@ -102,7 +123,7 @@ def _in_a_cell(text: str) -> str:
 
 def _every_cell(jobs: Sequence[Entry], plans: Sequence[str], cells: Sequence[Cell]) -> str:
     signs = _signs(cells)
-    lines = ["## Every job under every plan\n", *(f"{number}. `{plan}`" for number, plan in enumerate(plans, 1))]
+    lines = [_EVERY_CELL, *(f"{number}. `{plan}`" for number, plan in enumerate(plans, 1))]
     for theme in dict.fromkeys(entry.theme for entry in jobs):
         lines += [f"\n### {theme}\n", f"| job | idea | {' | '.join(map(str, range(1, len(plans) + 1)))} |",
                   "|---|---|" + "---|" * len(plans)]

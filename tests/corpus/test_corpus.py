@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,12 @@ from torch import nn
 
 from paceline.runtime.buffers import ChangingBuffers
 
-from .page import kind_of, page, table
+from .__main__ import known_cells, main
+from .page import ROOT, cells_of_page, kind_of, page, table
 from .plain import WHOLE, Cut, run_plainly
-from .registry import entries
+from .registry import Entry, entries
 from .resumed import resume_check
-from .sweep import COUPLED, EXACT, PLANS, WRONG, Sweep
+from .sweep import COUPLED, EXACT, PLANS, REFUSED, WRONG, Cell, Sweep
 
 pytestmark = pytest.mark.checked_runs
 SHORT_JOBS = ("residual", "adam_fused", "groups_by_kind", "clip_sometimes", "schedule_one_cycle", "last_window_of_one",
@@ -29,6 +33,7 @@ SHORT_PLANS = {  # and whether they split the model
 PARTS = {plan: SHORT_JOBS[first::len(SHORT_PLANS)][:1 if splits else 4]
          for first, (plan, splits) in enumerate(SHORT_PLANS.items())}
 PARTS["single recompute=full"] += tuple(job for job in SHORT_JOBS if job not in sum(PARTS.values(), ()))
+WHAT_WORKS = ROOT / "docs" / "what-works.md"
 OWN_WEIGHTS = ("blocks_write_to_their_input", "skips_in_a_list", "inner_loop")
 
 
@@ -129,6 +134,65 @@ def test_the_page(tmp_path: Path):
     assert kind_of("'a.b' of 3") == kind_of("'c' of 44")
 
 
+def test_a_page_gives_its_verdicts_back(tmp_path: Path):
+    """A sweep can keep the cells of a page that it doesn't run again. A job that the corpus lost isn't kept."""
+    jobs = entries("adamw,batch_norm,lbfgs")
+    written = [Cell("adamw", "single", EXACT), Cell("batch_norm", "single", WRONG), Cell("adamw", "data=2", EXACT),
+               Cell("batch_norm", "data=2", COUPLED), Cell("lbfgs", "data=2", REFUSED, "one has no closure")]
+    text = page(jobs, written, kept=3)
+    path = tmp_path / "page.md"
+    path.write_text(text.replace("| adamw |", "| not_a_job |"))
+
+    assert "3 of the 5 cells are from earlier runs" in text
+    assert sorted((cell.job, cell.plan, cell.verdict) for cell in cells_of_page(text)) == sorted(
+        (cell.job, cell.plan, cell.verdict) for cell in written)
+    assert {cell.job for cell in known_cells(path)} == {"batch_norm", "lbfgs"}
+    assert "earlier runs" not in page(jobs, written)
+
+
+def test_a_retry_runs_what_a_page_refuses_or_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The page then has all cells, and says how many it had before."""
+    asked: list[list[str]] = []
+
+    def run(sweep: Sweep, jobs: Sequence[Entry], plans: Sequence[str]) -> list[Cell]:
+        asked.append([entry.name for entry in jobs])
+        return [Cell(entry.name, plan, EXACT) for entry in jobs for plan in plans]
+
+    file = tmp_path / "page.md"
+    file.write_text(page(entries("adamw,lbfgs"), [Cell("adamw", "single", EXACT), Cell("lbfgs", "single", REFUSED)]))
+    monkeypatch.setattr(Sweep, "run", run)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(sys, "argv", ["corpus", "--jobs", "adamw,nadam,lbfgs", "--plans", "single",
+                                      "--retry", str(file), "--write", str(file)])
+
+    assert main() == 0
+    assert asked == [["nadam", "lbfgs"]]
+    assert "1 of the 3 cells are from earlier runs" in file.read_text()
+    assert {cell.job: cell.verdict for cell in cells_of_page(file.read_text())} == dict.fromkeys(
+        ("adamw", "nadam", "lbfgs"), EXACT)
+
+
+def test_the_page_names_every_job():
+    """A job without cells on the page is added by `python -m tests.corpus --retry PAGE --write PAGE`."""
+    cells = cells_of_page(WHAT_WORKS.read_text())
+    on_page = {cell.job for cell in cells}
+
+    assert [entry.name for entry in entries() if entry.name not in on_page] == []
+    assert list(dict.fromkeys(cell.plan for cell in cells)) == list(PLANS)
+    assert len(cells) == len(on_page) * len(PLANS)
+
+
+def test_pages_that_quote_the_number_of_jobs_agree():
+    """The page of the corpus, and the sentences of others that lead there."""
+    number_of_jobs = str(len({cell.job for cell in cells_of_page(WHAT_WORKS.read_text())}))
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    quoted = {path.name: numbers for path in pages
+              if (numbers := re.findall(r"(\d+) small\s+jobs", path.read_text()))}
+
+    assert {"what-works.md", "limits.md", "plans.md", "job.md"} <= set(quoted)
+    assert {name: numbers for name, numbers in quoted.items() if set(numbers) != {number_of_jobs}} == {}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("plan", PLANS)
@@ -148,9 +212,8 @@ def test_runs_go_on_under_other_plans(tmp_path: Path):
 
 def test_mutants_fit():
     """Each planted bug of scripts/mutants.toml has one place in the sources."""
-    root = Path(__file__).parents[2]
-    mutants = tomllib.loads((root / "scripts" / "mutants.toml").read_text())["mutant"]
-    texts = {mutant["file"]: (root / "src" / "paceline" / mutant["file"]).read_text() for mutant in mutants}
+    mutants = tomllib.loads((ROOT / "scripts" / "mutants.toml").read_text())["mutant"]
+    texts = {mutant["file"]: (ROOT / "src" / "paceline" / mutant["file"]).read_text() for mutant in mutants}
 
     assert len(mutants) >= 45
     assert not [mutant["name"] for mutant in mutants if texts[mutant["file"]].count(mutant["old"]) != 1]
