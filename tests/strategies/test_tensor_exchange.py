@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from paceline.errors import PlanRefused
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.exchange import Exchanges, Placement, Sum
+from paceline.strategies.tensor.paper import Counted, PaperMesh
 from paceline.strategies.tensor.program import ProgramRecorder
 
 PLACEMENTS: tuple[Placement, ...] = (None, Cut(0), Cut(1), Cut(2), Cut(1, 2), Sum(), Sum(mean=True))
@@ -38,7 +41,7 @@ def test_every_move_keeps_the_value_and_its_gradient(run_ranks: Callable[..., An
             for after in PLACEMENTS:
                 try:
                     move = exchanges.between(before, after)
-                except NotImplementedError:
+                except PlanRefused:
                     continue
                 given = shard_of(whole, before, exchanges).clone().requires_grad_()
                 moved = move(given)
@@ -54,6 +57,18 @@ def test_every_move_keeps_the_value_and_its_gradient(run_ranks: Callable[..., An
         return wrong
 
     assert run_ranks(body, 2) == [[], []]
+
+
+def test_what_cannot_run_in_parts_names_plans_that_can() -> None:
+    """A dim that ranks can't share alike, and a mean, which no rank can make a part of."""
+    recorder = ProgramRecorder(Counted(PaperMesh(2)))
+    value = recorder.input(recorder.empty((3, 4), torch.ones(1)), None, trained=False)
+
+    with pytest.raises(PlanRefused, match=r"\(3, 4\) doesn't divide by 2 along dim 0") as of_a_dim:
+        recorder.moved(value, Cut(0))
+    with pytest.raises(PlanRefused, match="no exchange from") as of_a_mean:
+        recorder.moved(value, Sum(mean=True))
+    assert of_a_dim.value.hint == of_a_mean.value.hint == "data=N and shard=N plans run the model as it is"
 
 
 def test_a_whole_value_that_parts_use_has_the_sum_of_their_gradients(run_ranks: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from paceline.errors import PlanRefused
 from paceline.strategies.tensor.cut import Cut
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ class Move:
         return moved
 
 
+def not_in_parts(what: str) -> PlanRefused:
+    """A layer of which ranks can't each run a part. `derive` keeps such a layer whole."""
+    return PlanRefused(what, hint="data=N and shard=N plans run the model as it is")
+
+
 class Exchanges:
     """Over a mesh of one dim. All of them are collective, but for taking one's own part."""
 
@@ -124,7 +130,11 @@ class Exchanges:
         self._options.asyncOp = False
 
     def between(self, before: Placement, after: Placement) -> Move:
-        """Source of the pairs: see the module."""
+        """Source of the pairs: see the module.
+
+        Raises:
+            PlanRefused: there is no such exchange.
+        """
         match before, after:
             case Cut() as cut, None:
                 return Move(cut, None, self.gather(cut), self.local_slice(cut))
@@ -138,7 +148,7 @@ class Exchanges:
                 return Move(before, cut, self.scatter(cut, before.mean), self.gather(cut, before.mean))
             case None, Sum(mean=False):
                 return Move(None, after, self.once, _same)
-        raise NotImplementedError(f"from {before} to {after}")
+        raise not_in_parts(f"there is no exchange from {before} to {after}")
 
     def summing_gradients(self, *, in_place: bool = False) -> Move:
         """in_place: nothing but the sum needs the gradients that are summed."""

@@ -17,7 +17,7 @@ from paceline.profile.profile import Exchange
 from paceline.strategies.tensor.exchange import Exchanges
 from paceline.strategies.tensor.piece import SplitPiece
 from paceline.strategies.tensor.program import Program
-from paceline.strategies.tensor.run import TensorSplit, derive
+from paceline.strategies.tensor.run import TensorSplit, derive, why_whole
 
 
 class PaperMesh(DeviceMesh):
@@ -77,7 +77,7 @@ def _recorded(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.
             for _ in range(2):  # a weight may be cut after something took it whole
                 run.recorded([*leaves[:len(weights)], *buffers, *leaves[len(weights):]])
     except Exception as error:
-        reason = f"it can't run in parts: {type(error).__name__}: {error}"
+        reason = why_whole(error)
     cuts = any(name in run.cuts for name in run.piece.parameters)
     return outputs, reason if reason is not None or cuts else ""
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.draws import apart
-from paceline.strategies.tensor.exchange import Exchanges, Move, Placement, Sum
+from paceline.strategies.tensor.exchange import Exchanges, Move, Placement, Sum, not_in_parts
 
 aten = torch.ops.aten
 # Products, with the place of what is multiplied among their arguments. They make new tensors, as do their gradients,
@@ -120,7 +120,7 @@ class ProgramRecorder:
         """Record an operator that gave these fakes. draws: random numbers that are each rank's own.
 
         Raises:
-            NotImplementedError: some of its results are whole and some are parts, so that no gradient of what it was
+            PlanRefused: some of its results are whole and some are parts, so that no gradient of what it was
                 given would be one or the other.
         """
         placed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
@@ -128,11 +128,11 @@ class ProgramRecorder:
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         whole = {placement_of(leaf) is None for leaf in results if leaf.is_floating_point() or leaf.is_complex()}
         if trained and len(whole) > 1:
-            raise NotImplementedError(f"{target} gives whole tensors and parts")
+            raise not_in_parts(f"{target} gives whole tensors and parts")
         if trained and False in whole:
             refs = pytree.tree_map_only(Placed, self._with_summed_gradient, (args, kwargs))
         elif trained and any(value.placement is not None and value.trained for value in placed) and whole:
-            raise NotImplementedError(f"{target} makes whole tensors of parts")
+            raise not_in_parts(f"{target} makes whole tensors of parts")
         else:
             refs = pytree.tree_map_only(Placed, lambda value: value.ref, (args, kwargs))
         if getattr(getattr(target, "_schema", None), "is_mutable", False):
@@ -152,13 +152,13 @@ class ProgramRecorder:
         return result
 
     def moved(self, value: Placed, placement: Placement) -> Placed:
-        """Raises: NotImplementedError: there is no such exchange, or the dim doesn't divide."""
+        """Raises: PlanRefused: there is no such exchange, or the dim doesn't divide."""
         if value.placement == placement:
             return value
         if (value.ref, placement) not in self._moved:
             size = self.exchanges.size
             if isinstance(placement, Cut) and not placement.divides(value.shape[placement.dim], size):
-                raise NotImplementedError(f"{tuple(value.shape)} doesn't divide by {size} along {placement.dim}")
+                raise not_in_parts(f"{tuple(value.shape)} doesn't divide by {size} along dim {placement.dim}")
             move = self.exchanges.between(value.placement, placement)
             shape = [length // size if isinstance(placement, Cut) and dim == placement.dim else length
                      for dim, length in enumerate(value.shape)]
@@ -311,7 +311,7 @@ def _source(arg: Any, names: dict[str, Any]) -> str:
     if arg is None or type(arg) in (bool, int):
         return repr(arg)
     if any(isinstance(leaf, Ref) for leaf in pytree.tree_leaves(arg)):
-        raise NotImplementedError(f"tensors in a {type(arg).__name__}")
+        raise not_in_parts(f"an operator takes tensors in a {type(arg).__name__}")
     names[f"c{len(names)}"] = arg
     return f"c{len(names) - 1}"
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
-from paceline.strategies.tensor.exchange import Placement, Sum
+from paceline.strategies.tensor.exchange import Placement, Sum, not_in_parts
 from paceline.strategies.tensor.program import Placed, ProgramRecorder
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class _Watch(TorchDispatchMode):
 
     def placement(self, part: torch.Tensor) -> Placement:
         if id(part) not in self._placements:
-            raise NotImplementedError("DTensor runs several operators for one")
+            raise not_in_parts("DTensor runs several operators for one")
         return self._placements[id(part)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,4 +184,4 @@ def _as_placement(placement: Any) -> Placement:
         return Sum(mean=placement.reduce_op == "avg")
     if (cut := cut_of_placement(placement)) is not None:
         return cut
-    raise NotImplementedError(f"{placement} can't be recorded")
+    raise not_in_parts(f"{placement} can't be recorded")

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.capture.graph import Capture, Piece, Value
 from paceline.capture.randomness import WithoutRandomness
+from paceline.errors import PlanRefused
 from paceline.software import SEQUENCE_BYTES
 from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
@@ -247,7 +248,7 @@ def _compare(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.T
         with WithoutRandomness():
             outputs, grads = _outputs_and_gradients(run, weights, buffers, inputs, trained)
     except Exception as error:
-        reason = f"it can't run in parts: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        reason = why_whole(error)
     cuts = any(name in run.cuts for name in run.piece.parameters)
     if not _agreed(cuts and reason is None, run.mesh):
         return expected, reason or ("another rank can't run it" if cuts else "")
@@ -258,6 +259,12 @@ def _compare(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.T
                    (*_distances("outputs", outputs, expected), *_distances("gradients", grads, expected_grads),
                     *_distances("buffers", buffers, expected_buffers)) if not off <= allowed), None)
     return expected, None if _agreed(reason is None, run.mesh) else reason or "it differs on another rank"
+
+
+def why_whole(error: Exception) -> str:
+    """Why a piece isn't split whose parts failed."""
+    first_line, kind = str(error).partition("\n")[0], type(error).__name__
+    return f"it can't run in parts: {first_line if isinstance(error, PlanRefused) else f'{kind}: {first_line}'}"
 
 
 def _agreed(fine: bool, mesh: DeviceMesh) -> bool:
