@@ -88,6 +88,11 @@ def test_the_values_of_a_strategy_are_tested_in_its_folder(pattern: str, its_own
     assert tested - VALUES_TESTED == set()
 
 
+def test_nothing_is_left_to_be_implemented():
+    """A method that kinds fill in is abstract, and a refusal is a `PacelineError`: it says which plan works."""
+    assert lines(r"raise NotImplementedError|\b(TODO|FIXME)\b", but=r"(?!)") == []
+
+
 def test_folders_of_strategies_are_not_imported_from():
     pattern = rf"from paceline\.strategies\.({'|'.join(STRATEGY_FOLDERS)})\."
     assert {line.partition(" import")[0] for line in lines(pattern, but=r"strategies/|plans\.py")} == FOLDERS_IMPORTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -86,12 +87,12 @@ class StepWindows(Protocol):
         """Samples of the smallest of so many first windows."""
 
 
-class ChangingBatch(int):
+class ChangingBatch(int, metaclass=ABCMeta):
     """A job's batch where steps have batches of other sizes; as a number the one by which memory is planned."""
 
+    @abstractmethod
     def windows(self, num_samples: int, *, drop_last: bool) -> StepWindows:
         """Where they lie in data of so many samples."""
-        raise NotImplementedError
 
     def __format__(self, spec: str) -> str:
         return format(str(self) if not spec else int(self), spec)

@@ -70,10 +70,10 @@ class NamedLayouts:
         """Each layout has."""
 
     def run(self, batches: Any, work: Any) -> None:
-        raise NotImplementedError("models by name are run one by one")
+        raise AssertionError("models by name are run one by one")
 
     def forward(self, batch: Any) -> Any:
-        raise NotImplementedError("models by name are run one by one")
+        raise AssertionError("models by name are run one by one")
 
     def finish(self) -> None:
         for layout in self.layouts.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,7 @@ Status = Literal["finished", "failed", "interrupted"]
 _OF_STEPS = ("loss", "lr", "gradient_norm", "loss_scale", "step_s")
 
 
-class Logger(Callback):
+class Logger(Callback, ABC):
     """Logs a run by somebody's client. A kind of logger fills in what follows `failed`.
 
     where: a folder, an address or a project, as the kind has it.
@@ -97,21 +98,25 @@ class Logger(Callback):
 
     # --- By kind ----------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def begin(self, run: RunHandle, facts: Mapping[str, Any]) -> None:
         """Open the client's run: `run_id` if there is one, else a new one, whose name becomes `run_id`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        raise NotImplementedError
+        """Log figures of a step by their names."""
 
+    @abstractmethod
     def text(self, step: int, name: str, text: str) -> None:
-        raise NotImplementedError
+        """Log a text of a step."""
 
+    @abstractmethod
     def image(self, step: int, name: str, image: Image) -> None:
-        raise NotImplementedError
+        """Log an image of a step."""
 
     def flush(self) -> None:
         """Send what was kept back."""
 
+    @abstractmethod
     def finish(self, status: Status) -> None:
-        raise NotImplementedError
+        """Close the client's run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -40,7 +41,7 @@ _LAST = 2**62  # version of a run whose steps make as many updates as they like
 Event = tuple[Peer, "dict[str, Any] | Exception"]  # what a peer said, why it says no more, or what went wrong here
 
 
-class Server:
+class Server(ABC):
     """What every server does. It says whatever happens to it through `tell`, which the kinds of servers fill in.
 
     inbox: what peers said.
@@ -95,12 +96,13 @@ class Server:
         """Whole steps that were made."""
         return self.turns.steps(self.version)
 
+    @abstractmethod
     def keep_alive(self) -> None:
         """Let those who wait for this server know that it lives, where another thread does not."""
 
+    @abstractmethod
     def tell(self, message: dict[str, Any]) -> None:
         """Say something to the coordinator."""
-        raise NotImplementedError
 
     def check(self, peer: Peer) -> None:
         """
@@ -332,6 +334,9 @@ class Follower(Server):
         with suppress(WireError):  # its end is in the inbox
             if self.coordinator is not None:  # before that nobody has been given anything
                 self.coordinator.send_message(message)
+
+    def keep_alive(self) -> None:
+        """A thread does so; see `_tell_alive`."""
 
     def _tell_alive(self) -> None:
         """Let the coordinator know that this process lives, whatever its main thread waits for."""
