@@ -17,6 +17,7 @@ import pytest
 
 import paceline as pl
 from paceline.jobfile import JobFile
+from paceline.launch import namespaces
 from paceline.launch.host_log import HostLog
 from paceline.launch.namespaces import NetworkHost, NoNamespaces, network_hosts
 from paceline.runtime import live, loop
@@ -159,6 +160,21 @@ def test_the_first_host_comes_back(tmp_path: Path, job_file: Path):
 
 
 # --- Three hosts in namespaces --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("command", "hint"), [(None, "apt install iproute2"), ("false", "--privileged")])
+def test_why_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch, command: str | None, hint: str):
+    """Without the command ip, and where it is not allowed: what to do is said."""
+    def run(words: list[str], **options: Any) -> Any:
+        return subprocess.CompletedProcess(words, 1, stderr="Operation not permitted")
+
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: command)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(namespaces.sys, "platform", "linux")
+    monkeypatch.setattr(namespaces.subprocess, "run", run)
+    with pytest.raises(NoNamespaces) as raised, network_hosts(2):
+        pass
+    assert hint in str(raised.value.hint)
 
 
 @pytest.fixture

@@ -58,7 +58,8 @@ def ip(*arguments: str) -> None:
     """
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     if done.returncode:
-        raise NoNamespaces(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise NoNamespaces(f"ip {' '.join(arguments)}: {done.stderr.strip()}", hint=(
+            "the kernel must have network namespaces, bridges and veth; a container needs --privileged"))
 
 
 @contextmanager
@@ -69,7 +70,8 @@ def network_hosts(count: int, *, network: str = "10.78.0") -> Iterator[list[Netw
         NoNamespaces: not Linux, not root, or the kernel lacks a part.
     """
     if sys.platform != "linux" or os.geteuid() or shutil.which("ip") is None:
-        raise NoNamespaces("hosts of their own are network namespaces, which need Linux, root and the command ip")
+        raise NoNamespaces("hosts of their own are network namespaces, which need Linux, root and the command ip",
+                           hint="run as root on Linux, after apt install iproute2")
     tag = uuid.uuid4().hex[:6]
     switch = f"pl{tag}s"
     hosts = [NetworkHost(f"pl{tag}h{i}", f"{network}.{i}", switch, f"p{i}") for i in range(1, count + 1)]
