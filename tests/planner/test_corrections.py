@@ -81,11 +81,13 @@ def test_stages_of_sharding_are_kinds_of_their_own():
 
 
 def test_a_kind_that_nobody_tried_is_off_by_what_is_nearest():
-    """Off by 2 on two ranks, by 3 alone: replicas on four ranks follow replicas, anything else the mean of both."""
+    """Off by 2 on two ranks, by 3 alone: replicas on four ranks follow replicas, anything else the mean of both, and a
+    little more those that have as many ranks."""
     known = learnt(("data=2", 4.0, 200), ("single", 6.0, 100))
 
     assert corrected(known, "data=4").step_s == pytest.approx(4.0)
-    assert corrected(known, "pipeline=2 microbatches=4").step_s == pytest.approx(2 * 6**0.5)
+    assert corrected(known, "pipeline=2 microbatches=4").step_s == pytest.approx(2 * 6**0.5, rel=0.1)
+    assert corrected(known, "pipeline=2 microbatches=4").step_s < 2 * 6**0.5
     assert corrected(known, "pipeline=2 microbatches=4").peak_memory_bytes == 100
 
 
@@ -105,13 +107,36 @@ def test_what_a_part_takes_longer_it_takes_longer_in_all_plans():
     assert estimate.breakdown["communication"] == pytest.approx(3.0, rel=0.15)
 
 
+def test_a_bubble_is_as_wrong_as_the_computing_that_it_waits_for():
+    """Computing takes half as long as predicted, and messages twice as long: a bubble lasts half as long."""
+    def prediction(**breakdown: float) -> Estimate:
+        return replace(predicted(sum(breakdown.values())), breakdown=breakdown)
+
+    known = Corrections()
+    known.add(Plan(), prediction(compute=4.0), Calibration(2.0, 100))
+    known.add(Plan.parse("shard=2"), prediction(compute=2.0, communication=2.0), Calibration(5.0, 100))
+    estimate = corrected(known, "pipeline=2 microbatches=2", prediction(compute=2.0, communication=0.0, bubble=2.0))
+
+    assert estimate.step_s == pytest.approx(2.0, rel=0.25)
+    assert estimate.breakdown["bubble"] == estimate.breakdown["compute"]
+
+
+def test_compiled_code_that_is_slow_says_little_of_other_code():
+    """It takes twice as long as predicted: other compiled plans do too, and the blocks' own code hardly."""
+    known = learnt(("data=2 compile=blocks", 4.0, 100))
+
+    assert corrected(known, "single compile=blocks").step_s == pytest.approx(4.0, rel=0.1)
+    own_code = {plan: corrected(known, plan).step_s for plan in ("data=2", "single")}
+    assert all(2.0 < step_s < 3.9 for step_s in own_code.values())
+
+
 def test_what_no_part_explains_is_called_so():
     """A single device sends no messages, however long its step takes."""
     estimate = corrected(learnt(("single", 8.0, 100), ("data=2", 2.0, 100)), "single")
 
     assert (set(estimate.breakdown) == {"compute", "communication", UNEXPLAINED}
             and estimate.breakdown["communication"] == 0)
-    assert sum(estimate.breakdown.values()) == pytest.approx(8.0) and estimate.breakdown[UNEXPLAINED] > 4.0
+    assert sum(estimate.breakdown.values()) == pytest.approx(8.0) and estimate.breakdown[UNEXPLAINED] > 3.0
 
 
 def test_a_plan_that_needs_more_than_it_was_said_to_may_not_fit():

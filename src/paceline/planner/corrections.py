@@ -1,18 +1,20 @@
 """Corrects prices by steps that were really taken: of the parts of a step, of calibrated plans, and of plans like them.
 
-Computing, the optimizer and messages are each off by one factor, the same in all plans. The factors are those that
-explain the measured steps best. What a calibrated plan takes beyond them is not explained, and the breakdown says so. A
-plan that runs the same code on as many ranks gets the same remaining factor on its time and the same bytes on its
-memory, interpolated by the number of micro-batches between two calibrated plans. Any other plan gets the correction of
-the plans that are most like it.
+Computing, the optimizer and messages are each off by a factor, nearly the same in all plans: a rank alone, ranks beside
+each other and compiled code may each differ from it. A bubble is as long as the computing that it waits for. The
+factors are those that explain the measured steps best. What a calibrated plan takes beyond them is not explained, and
+the breakdown says so. A plan that runs the same code on as many ranks gets the same remaining factor on its time and
+the same bytes on its memory, interpolated by the number of micro-batches between two calibrated plans. Any other plan
+gets the correction of the plans that are most like it.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from paceline.planner.estimate import Estimate
 from paceline.planner.gain import Gain
@@ -27,8 +29,9 @@ from paceline.strategies.registry import active
 SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.5}
 FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a calibration of its own
 UNEXPLAINED = "unexplained"  # of a breakdown: what was measured above all parts together
-# How far a part's factor is from 1, and how far a step is from its parts' sum, as parts: which is the likelier.
-FACTOR_SPREAD, STEP_SPREAD = 1.0, 0.1
+# How far a part's factor is from 1; how far its factor in plans of one rank, of several and with compiled code is from
+# it; and how far a step is from its parts' sum, all as parts: which is the likelier. Assumed.
+FACTOR_SPREAD, RANKS_SPREAD, COMPILED_SPREAD, STEP_SPREAD = 1.0, 0.2, 0.5, 0.1
 LEAST_FACTOR = 0.2
 MEASURED = "unaccounted"  # of a ledger: what was measured above everything that is accounted for
 
@@ -55,7 +58,7 @@ class Corrections:
         self._calibrations: dict[Plan, Calibration] = {}
         self._predicted: dict[Plan, Estimate] = {}
         self._plans_by_likeness: dict[tuple[object, ...], list[Plan]] = {}
-        self._factors: Mapping[str, float] = {}
+        self._changes: Mapping[Cause, float] = {}
 
     def __contains__(self, plan: Plan) -> bool:
         return plan in self._calibrations
@@ -65,8 +68,8 @@ class Corrections:
         for likeness in _likenesses(plan) if plan not in self else ():
             self._plans_by_likeness.setdefault(likeness, []).append(plan)
         self._calibrations[plan], self._predicted[plan] = calibration, predicted
-        self._factors = part_factors([(self._predicted[calibrated].breakdown, each.step_s)
-                                      for calibrated, each in self._calibrations.items()])
+        self._changes = cause_changes([(causes_s(calibrated, self._predicted[calibrated].breakdown), each.step_s)
+                                       for calibrated, each in self._calibrations.items()])
 
     def knows_kind_of(self, plan: Plan) -> bool:
         """Whether a plan was calibrated that runs the same code on as many ranks."""
@@ -81,13 +84,13 @@ class Corrections:
     def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
         """The estimate with what is known of plans like it, and how sure that is."""
         spread = SPREAD["itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"]
-        explained_s = self._explained_s(predicted)
+        explained_s = self._explained_s(plan, predicted)
         error = self._error_of(plan, predicted) if plan in self else self._of_the_nearest(plan)
         step_s = self._step_s(plan) if plan in self else explained_s * error.factor
         return replace(
             predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
             peak_memory_bytes=predicted.peak_memory_bytes + error.num_bytes, ledger=_with(predicted.ledger, error),
-            breakdown=self._breakdown(predicted, step_s), is_measured=plan in self,
+            breakdown=self._breakdown(plan, predicted, step_s), is_measured=plan in self,
             start_s=self._start_s(plan, predicted),
             gain=self._calibrations[plan].gain if plan in self else predicted.gain,
             needs=tuple(MemoryNeed(need.name, need.device, _with(need.ledger, error)) for need in predicted.needs))
@@ -106,16 +109,23 @@ class Corrections:
         """A calibration leaves compiled code in torch's cache, so that a run starts sooner than it did."""
         return self._calibrations[plan].start_s if plan in self and predicted.start_s else predicted.start_s
 
-    def _explained_s(self, predicted: Estimate) -> float:
+    def _parts(self, plan: Plan, predicted: Estimate) -> dict[str, float]:
+        """Seconds of a step's parts, as they were found to be."""
+        return {part: seconds * self._factor(plan, part) for part, seconds in predicted.breakdown.items()}
+
+    def _factor(self, plan: Plan, part: str) -> float:
+        return max(LEAST_FACTOR, 1 + sum(self._changes.get(cause, 0.0) for cause in _causes(plan, part)))
+
+    def _explained_s(self, plan: Plan, predicted: Estimate) -> float:
         """The step that parts explain, as they were found to be."""
         before_s = sum(predicted.breakdown.values())
-        after_s = sum(self._factors.get(name, 1.0) * seconds for name, seconds in predicted.breakdown.items())
-        return predicted.step_s * after_s / before_s if before_s else predicted.step_s
+        return predicted.step_s * sum(self._parts(plan, predicted).values()) / before_s if before_s else (
+            predicted.step_s)
 
     def _error_of(self, plan: Plan, predicted: Estimate) -> _Error:
         """What is left of a calibrated plan's error beside that of its parts."""
         calibration = self._calibrations[plan]
-        return _Error(calibration.step_s / self._explained_s(predicted),
+        return _Error(calibration.step_s / self._explained_s(plan, predicted),
                       calibration.peak_memory_bytes - predicted.peak_memory_bytes)
 
     def _of_the_nearest(self, plan: Plan) -> _Error:
@@ -131,34 +141,66 @@ class Corrections:
                               if nearness < 3 else 0)
         return _Error(1.0, 0)
 
-    def _breakdown(self, predicted: Estimate, step_s: float) -> dict[str, float]:
+    def _breakdown(self, plan: Plan, predicted: Estimate, step_s: float) -> dict[str, float]:
         """Parts as they were found to be; what a step takes beyond them is not explained."""
-        parts = {name: self._factors.get(name, 1.0) * seconds for name, seconds in predicted.breakdown.items()}
+        parts = self._parts(plan, predicted)
         known_s = sum(parts.values())
         if known_s >= step_s:
             return {name: seconds * step_s / known_s for name, seconds in parts.items()}
         return {**parts, UNEXPLAINED: step_s - known_s}
 
 
-def part_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """By what each part of predicted steps is longer, so that the parts come nearest to what was measured.
+class Cause(NamedTuple):
+    """Why predicted seconds of some part may be wrong in many plans. among: only in these plans."""
 
-    Least squares of what is left, as a part of each step; factors stay near 1 where nothing speaks against it.
+    part: str
+    among: Literal["all", "alone", "beside others", "compiled"] = "all"
 
-    steps: (predicted seconds of the parts, measured seconds).
 
-    >>> factors = part_factors([({"compute": 2.0, "communication": 0.0}, 3.0),
-    ...                         ({"compute": 1.0, "communication": 1.0}, 2.5)])
-    >>> {name: round(factor, 2) for name, factor in factors.items()}
-    {'communication': 1.01, 'compute': 1.49}
+_CAUSE_SPREADS = {"all": FACTOR_SPREAD, "alone": RANKS_SPREAD, "beside others": RANKS_SPREAD,
+                  "compiled": COMPILED_SPREAD}
+
+
+def causes_s(plan: Plan, breakdown: Mapping[str, float]) -> dict[Cause, float]:
+    """The predicted seconds of a plan's step that each cause would change."""
+    seconds_by_cause: dict[Cause, float] = {}
+    for part, seconds in breakdown.items():
+        for cause in _causes(plan, part):
+            seconds_by_cause[cause] = seconds_by_cause.get(cause, 0.0) + seconds
+    return seconds_by_cause
+
+
+def _causes(plan: Plan, part: str) -> Iterator[Cause]:
+    part = "compute" if part == "bubble" else part
+    yield Cause(part)
+    yield Cause(part, "alone" if plan.world_size == 1 else "beside others")
+    if part == "compute" and uncompiled_variant(plan) != plan:
+        yield Cause(part, "compiled")
+
+
+def cause_changes(steps: Sequence[tuple[Mapping[Cause, float], float]]) -> dict[Cause, float]:
+    """By how much of itself each cause makes predicted seconds longer, so that steps come nearest to what was measured.
+
+    Least squares of what is left, as a part of each step; changes stay near 0 where nothing speaks against it.
+
+    steps: (predicted seconds that each cause would change, measured seconds).
+
+    >>> compute, messages = Cause("compute"), Cause("communication")
+    >>> changes = cause_changes([({compute: 2.0}, 3.0), ({compute: 1.0, messages: 1.0}, 2.5)])
+    >>> round(changes[compute], 2), round(changes[messages], 2)
+    (0.49, 0.01)
     """
     import numpy as np
 
-    names = sorted({name for parts, _ in steps for name in parts})
-    weight = (STEP_SPREAD / FACTOR_SPREAD) ** 2
-    rows = np.array([[parts.get(name, 0.0) / step_s for name in names] for parts, step_s in steps])
-    factors = np.linalg.solve(rows.T @ rows + weight * np.eye(len(names)), rows.sum(0) + weight)
-    return {name: max(LEAST_FACTOR, float(factor)) for name, factor in zip(names, factors, strict=True)}
+    causes = sorted({cause for seconds_by_cause, _ in steps for cause in seconds_by_cause})
+    whole = np.array([sum(seconds for cause, seconds in seconds_by_cause.items() if cause.among == "all")
+                      for seconds_by_cause, _ in steps])
+    measured = np.array([step_s for _, step_s in steps])
+    rows = np.array([[seconds_by_cause.get(cause, 0.0) for cause in causes] for seconds_by_cause, _ in steps]
+                    ) / measured[:, None]
+    weights = np.diag([(STEP_SPREAD / _CAUSE_SPREADS[cause.among]) ** 2 for cause in causes])
+    changes = np.linalg.solve(rows.T @ rows + weights, rows.T @ (1 - whole / measured))
+    return {cause: float(change) for cause, change in zip(causes, changes, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

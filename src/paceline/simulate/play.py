@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline.cluster import Link, Network
 from paceline.job import Precision
@@ -47,8 +47,8 @@ class Rates(Protocol):
 class Timeline:
     """What playing a program gave.
 
-    breakdown: seconds of "compute", "optimizer" and "communication" (what no computing hides); they add up to
-        step_s.
+    breakdown: seconds of "compute", "optimizer", "communication" (what no computing hides) and, of a rank that waits
+        until others have computed what it receives, "bubble"; they add up to step_s.
     ledger: bytes by what they are for, at the moment of the peak.
     highest: the most bytes of each at any moment.
     """
@@ -74,7 +74,7 @@ def play_together(programs: Sequence[Program], rates: Sequence[Rates], network: 
     Raises:
         ValueError: a rank waits for a message that nobody sends.
     """
-    arrived: dict[tuple[int, int, str], float] = {}
+    arrived: dict[tuple[int, int, str], _Message] = {}
     players = [Player(rates_of_rank, network, precision=precision, number=number, rank_stride=rank_stride)
                for number, rates_of_rank in enumerate(rates)]
     pending = [_Pending(player, program) for player, program in zip(players, programs, strict=True)]
@@ -86,14 +86,21 @@ def play_together(programs: Sequence[Program], rates: Sequence[Rates], network: 
     return [player.timeline() for player in players]
 
 
+class _Message(NamedTuple):
+    """computed_s: when its sender has computed it. arrived_s: when it is there."""
+
+    computed_s: float
+    arrived_s: float
+
+
 class _Pending:
     """A rank on its way through its program."""
 
     def __init__(self, player: Player, program: Program) -> None:
         self.player, self.program, self.position = player, program, 0
 
-    def go_on(self, arrived: dict[tuple[int, int, str], float]) -> bool:
-        """Play until a message is missing; whether any event was played. arrived: when, by (from, to, name)."""
+    def go_on(self, arrived: dict[tuple[int, int, str], _Message]) -> bool:
+        """Play until a message is missing; whether any event was played. arrived: by (from, to, name)."""
         before, player = self.position, self.player
         while self.position < len(self.program):
             event = self.program[self.position]
@@ -120,6 +127,7 @@ class Player:
         self.clock: dict[str, float] = {COMPUTE: 0.0, NETWORK: 0.0, SENDING: 0.0, HOST: 0.0}  # when each is free
         self.ended: dict[str, float] = {}
         self.busy: dict[str, float] = {"compute": 0.0, "optimizer": 0.0}
+        self.bubble_s = 0.0
         self.memory = MemoryLedger()
         self._slowdown = rates.slowdown
 
@@ -151,14 +159,17 @@ class Player:
         if event.servers and event.stream == COMPUTE:
             clock[HOST] = ends_s  # the host itself takes what servers send
 
-    def receive(self, arrived_s: float) -> None:
-        self.clock[COMPUTE] = max(self.clock[COMPUTE], arrived_s)
+    def receive(self, message: _Message) -> None:
+        """Until the sender has computed the message, the rank is in a bubble; after that, it waits for the link."""
+        self.bubble_s += max(0.0, message.computed_s - self.clock[COMPUTE])
+        self.clock[COMPUTE] = max(self.clock[COMPUTE], message.arrived_s)
 
-    def send(self, event: Send) -> float:
-        """When the message is there. A rank's messages leave one after the other; computing goes on."""
+    def send(self, event: Send) -> _Message:
+        """A rank's messages leave one after the other; computing goes on."""
         link = self.network.between(self.number * self.rank_stride, event.to * self.rank_stride)
-        self.clock[SENDING] = max(self.clock[SENDING], self.clock[COMPUTE]) + event.num_bytes / link.bytes_per_s
-        return self.clock[SENDING] + link.latency_s
+        computed_s = self.clock[COMPUTE]
+        self.clock[SENDING] = max(self.clock[SENDING], computed_s) + event.num_bytes / link.bytes_per_s
+        return _Message(computed_s, self.clock[SENDING] + link.latency_s)
 
     def _repeat(self, event: Repeat) -> None:
         """All but a few rounds are counted: clocks advance as in the last one played, and memory by what is kept."""
@@ -185,8 +196,10 @@ class Player:
 
     def timeline(self) -> Timeline:
         step_s, memory = max(self.clock.values()), self.memory
+        bubble = {"bubble": self.bubble_s} if self.bubble_s else {}
+        exposed_s = max(0.0, step_s - sum(self.busy.values()) - self.bubble_s)
         return Timeline(
-            step_s, breakdown={**self.busy, "communication": max(0.0, step_s - sum(self.busy.values()))},
+            step_s, breakdown={**self.busy, "communication": exposed_s, **bubble},
             peak_memory_bytes=round(memory.peak),
             ledger={name: round(held_bytes) for name, held_bytes in memory.at_peak.items()},
             highest={name: round(held_bytes) for name, held_bytes in memory.highest.items()},
