@@ -120,3 +120,18 @@ def test_long_columns_are_summed_slowly_by_compiled_code(rows: int, dims: tuple[
                         num_bytes=num_bytes)
     lost_s = num_bytes / COLUMN_SUM_BYTES_PER_S - 1e-3
     assert saved_s([(call, 3.0, 1e-3)], 0.0, memory_bytes_per_s=1.0) == pytest.approx(-3 * lost_s if is_slower else 0)
+
+
+@pytest.mark.parametrize(("name", "value_s"), [("bernoulli_.float", 33.5e-9), ("rand_like.default", 14e-9),
+                                               ("threshold_backward.default", 19.5e-9), ("gelu.default", 0.0)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_random_numbers_and_masks_are_slow_in_compiled_code(name: str, value_s: float, threads: int):
+    """Threads share the values."""
+    call = OperatorCall(f"aten.{name}", (Operand((1000, 1000), (1000, 1), "float32"), 0.9), num_bytes=8e6)
+    slower_s = max(0.0, 1e6 * value_s / threads - 1e-3)
+    assert saved_s([(call, 4.0, 1e-3)], 0.0, memory_bytes_per_s=1.0, threads=threads) == pytest.approx(-4 * slower_s)
+
+
+def test_a_size_in_place_of_a_tensor_counts_values_too():
+    call = OperatorCall("aten.rand.default", ((1000, 1000),))
+    assert saved_s([(call, 1.0, 1e-3)], 0.0, memory_bytes_per_s=1.0) == pytest.approx(-13e-3)

@@ -75,9 +75,14 @@ class OperatorCall:
         return _operands((self.arguments, self.options))
 
     @property
+    def name(self) -> str:
+        """Of an operator `aten.add.Tensor`: add."""
+        return self.operator.split(".")[1] if self.operator != UNKNOWN else UNKNOWN
+
+    @property
     def is_plain(self) -> bool:
         """Whether it waits for memory."""
-        return self.operator != UNKNOWN and is_plain(self.operator.split(".")[1])
+        return is_plain(self.name)
 
     def across(self, step_bytes: float) -> OperatorCall:
         """With the bytes that a step touches for what is last touched in another pass."""

@@ -110,7 +110,8 @@ class DeviceRates:
         beside_s = max(0.0, self.operator_s - self.timed.launch_s)
         least_s = 0.0
         if event.is_compiled:
-            total_s -= saved_s(timed, event.spared_bytes, memory_bytes_per_s=self.memory_bytes_per_s)
+            total_s -= saved_s(timed, event.spared_bytes, memory_bytes_per_s=self.memory_bytes_per_s,
+                               threads=self.timed.threads)
             total_s -= event.spared_operators * self.timed.launch_s
             least_s = event.flops / self.matrix_flops_per_s(precision)
         once_s = BESIDE_OPERATORS_S if event.part == "optimizer" else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,14 @@ from paceline.profile.calls import MIB, OperatorCall
 # 12 MiB and 4.1 ms for 16 MiB on an AVX-512 EPYC, where torch's own kernel takes 0.4 and 1.1; up to 6 MiB both are
 # equally fast. See docs/strategies/compile.md.
 COLUMN_SUM_BYTES_PER_S, LARGEST_AT_ONCE_BYTES = 5e9, 8 * MIB
+# Seconds of a value and a thread in the same code, of operators that it makes slower: random numbers are drawn one by
+# one, and masks of ReLU and dropout are written and read one by one. On an AVX-512 Xeon at 2.5 GHz a uniform number
+# takes 14 ns, a normal one 71, and a mask's value 16 ns to write and 3.5 to read. See docs/strategies/compile.md.
+_UNIFORM_S, _NORMAL_S, _MASK_S = 14e-9, 71e-9, 19.5e-9
+COMPILED_VALUE_S: Mapping[str, float] = {
+    "bernoulli_": _UNIFORM_S + _MASK_S, "bernoulli": _UNIFORM_S + _MASK_S, "native_dropout": _UNIFORM_S + _MASK_S,
+    "rand": _UNIFORM_S, "rand_like": _UNIFORM_S, "randn": _NORMAL_S, "randn_like": _NORMAL_S,
+    "threshold_backward": _MASK_S}
 
 
 @dataclass(slots=True)
@@ -112,11 +121,11 @@ def _join(operator: _Operator, other: _Operator) -> None:
 
 
 def saved_s(timed: Sequence[tuple[OperatorCall, float, float]], spared_bytes: float, *,
-            memory_bytes_per_s: float) -> float:
+            memory_bytes_per_s: float, threads: int = 1) -> float:
     """Seconds that compiled code takes less than operators that were timed, launches left out.
 
     What is neither read nor written any more saves time at the rate at which these operators' own plain arithmetic
-    moves bytes: that includes how far away memory is. Sums down long columns take longer.
+    moves bytes: that includes how far away memory is. Sums down long columns, random numbers and masks take longer.
 
     Args:
         timed: Each operator, how often it runs, and its seconds.
@@ -128,7 +137,18 @@ def saved_s(timed: Sequence[tuple[OperatorCall, float, float]], spared_bytes: fl
     bytes_per_s = moved_bytes / plain_s if plain_s else memory_bytes_per_s
     slower_s = sum(count * max(0.0, num_bytes / COLUMN_SUM_BYTES_PER_S - seconds) for call, count, seconds in timed
                    if (num_bytes := _column_bytes(call)) > LARGEST_AT_ONCE_BYTES)
+    slower_s += sum(count * max(0.0, _compiled_s(call) / threads - seconds) for call, count, seconds in timed)
     return spared_bytes / bytes_per_s - slower_s
+
+
+def _compiled_s(call: OperatorCall) -> float:
+    """Of an operator whose compiled code is slow, on one thread; 0 of others."""
+    value_s = COMPILED_VALUE_S.get(call.name)
+    if value_s is None:
+        return 0.0
+    operand = next(iter(call.operands()), None)
+    shape = operand.shape if operand is not None else call.arguments[0]
+    return value_s * math.prod(shape)
 
 
 def _column_bytes(call: OperatorCall) -> float:
