@@ -1,6 +1,8 @@
 """Rates of a device and their cache."""
 
 import json
+import os
+import time
 
 import pytest
 import torch
@@ -27,6 +29,20 @@ def test_rates_are_measured_once(measured, tmp_path):
     assert measure_device("cpu") == measure_device("cpu") == RATES
     assert measured == ["cpu"]
     assert len(list((tmp_path / "paceline").iterdir())) == 1
+
+
+def test_old_rates_are_measured_again_where_that_is_asked_for(measured, tmp_path):
+    """A process that may not measure takes old ones."""
+    measure_device("cpu")
+    (path,) = (tmp_path / "paceline").iterdir()
+    os.utime(path, (time.time() - 100,) * 2)
+    measure_device("cpu", oldest_s=200)
+    measure_device("cpu")
+    assert len(measured) == 1
+
+    measure_device("cpu", oldest_s=50)
+    measure_device("cpu", oldest_s=50)
+    assert len(measured) == 2
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"flops_per_s": 1}', "null"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ from paceline import Cluster, Job, cluster
 from paceline.launch import process
 from paceline.planner.ranks import measured_rates
 from paceline.profile import operators, profile_job
+from paceline.profile.cache import OLD_S
 from paceline.profile.calls import FAR, Operand, OperatorCall, OperatorCalls
 from paceline.profile.device import IN_A_STEP, DeviceRates
-from paceline.profile.operators import CANT, OperatorTimes, session
+from paceline.profile.operators import CANT, PACE, OperatorTimes, Session, session
 from paceline.simulate.program import Compute
 from paceline.strategies.costs import compute
 
@@ -65,7 +69,7 @@ def test_calls_between_which_there_is_no_line_are_not_known():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_operators_are_timed_and_one_that_fails_is_left_out(processes: int):
-    small, unknown = session([PRODUCT, UNHEARD_OF], processes, 1)
+    small, unknown = session([PRODUCT, UNHEARD_OF], processes, 1).seconds
 
     assert 0 < small < 0.1 and unknown == CANT
 
@@ -76,22 +80,79 @@ def test_an_operator_that_ends_its_process_is_left_out(monkeypatch):
     monkeypatch.setattr(operators, "_prepared", lambda call, arena: (
         os._exit(9) if call is UNHEARD_OF else prepared(call, arena)))
 
-    assert [seconds == CANT for seconds in session([PRODUCT, UNHEARD_OF, PRODUCT], 1, 1)] == [False, True, False]
+    times = session([PRODUCT, UNHEARD_OF, PRODUCT], 1, 1)
+
+    assert [seconds == CANT for seconds in times.seconds] == [False, True, False] and 0 < times.cpu_share <= 1.01
+
+
+class Machine:
+    """Times every operator in `seconds` while its cores are free for `cpu_share` of the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.seconds, self.cpu_share, self.timed = 0.5, 1.0, []
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(operators, "session", self._session)
+
+    def _session(self, calls: Sequence[OperatorCall], *_: object, **__: object) -> Session:
+        self.timed.append([call for call in calls if call not in PACE])
+        return Session([self.seconds] * len(calls), self.cpu_share)
+
+    def later(self, tmp_path: Path) -> None:
+        """So much later that the machine's pace may be another one."""
+        for path in (tmp_path / "paceline").iterdir():
+            os.utime(path, (time.time() - 2 * OLD_S,) * 2)
 
 
 def test_what_was_timed_is_not_timed_again(monkeypatch, tmp_path):
     """In this process, or in another one on this machine; where ranks are at work nothing is."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked: list[int] = []
-    monkeypatch.setattr(operators, "session", lambda calls, *_, **__: asked.append(len(calls)) or [0.5] * len(calls))
+    machine = Machine(monkeypatch, tmp_path)
     first, busy = OperatorTimes(1), OperatorTimes(1, measures=False)
     busy.measure([PRODUCT])
     first.measure([PRODUCT, PRODUCT])
     first.measure([PRODUCT])
     OperatorTimes(1).measure([PRODUCT])
 
-    assert asked == [1] and busy.seconds(PRODUCT) is None
+    assert machine.timed == [[PRODUCT]] and busy.seconds(PRODUCT) is None
     assert first.seconds(PRODUCT) == OperatorTimes(1).seconds(PRODUCT) == 0.5
+
+
+def test_what_was_timed_beside_other_work_is_used_and_not_kept(monkeypatch, tmp_path, capsys):
+    """A later session without other work doesn't keep it either."""
+    machine = Machine(monkeypatch, tmp_path)
+    machine.cpu_share = 0.6
+    busy = OperatorTimes(1)
+    busy.measure([PRODUCT])
+    machine.cpu_share = 1.0
+    busy.measure([UNHEARD_OF])
+
+    assert busy.seconds(PRODUCT) == 0.5 and "other work had this machine's cores" in capsys.readouterr().err
+    assert OperatorTimes(1).seconds(PRODUCT) is None and OperatorTimes(1).seconds(UNHEARD_OF) == 0.5
+
+
+@pytest.mark.parametrize(("new_s", "is_timed_again"), [(0.45, False), (0.5, False), (0.3, True), (0.8, True)])
+def test_operators_are_timed_again_once_the_machine_has_another_pace(monkeypatch, tmp_path, new_s, is_timed_again):
+    """Some are timed anew after a while; a process that may not measure takes what there is."""
+    machine = Machine(monkeypatch, tmp_path)
+    OperatorTimes(1).measure([PRODUCT])
+    machine.later(tmp_path)
+    machine.seconds = new_s
+    busy, idle = OperatorTimes(1, measures=False), OperatorTimes(1)
+    busy.measure([PRODUCT])
+    idle.measure([PRODUCT])
+
+    assert busy.seconds(PRODUCT) == 0.5 and machine.timed == [[PRODUCT], [], *([[PRODUCT]] if is_timed_again else [])]
+    assert idle.seconds(PRODUCT) == (new_s if is_timed_again else 0.5)
+
+
+def test_a_busy_machine_says_nothing_of_its_pace(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    OperatorTimes(1).measure([PRODUCT])
+    machine.later(tmp_path)
+    machine.seconds, machine.cpu_share = 5.0, 0.5
+    times = OperatorTimes(1)
+    times.measure([PRODUCT])
+
+    assert times.seconds(PRODUCT) == 0.5
 
 
 def test_ranks_with_a_memory_limit_are_timed_on_the_heap_that_they_have(monkeypatch, tmp_path):

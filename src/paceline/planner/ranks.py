@@ -6,6 +6,7 @@ rates that were measured, or described, with rates that are stated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,6 +20,7 @@ from paceline.job import Precision
 from paceline.planner.program import step_program
 from paceline.planner.resolve import devices_of
 from paceline.plans import Plan
+from paceline.profile.cache import OLD_S
 from paceline.profile.device import GIVEN_BACK_BLOCK_BYTES, KEPT_BLOCK_BYTES, DeviceRates, measure_device
 from paceline.profile.operators import operator_times
 from paceline.profile.profile import Profile
@@ -204,7 +206,7 @@ def measured_rates(cluster: Cluster, *, waiting: bool, times_operators: bool) ->
     last = cluster.devices[-1]  # of the ranks that run the model: servers come first
     if last.kind == "cuda":
         return gpu_rates(last)
-    rates = measure_device("cpu", threads_of_a_rank(num_ranks))
+    rates = measure_device("cpu", threads_of_a_rank(num_ranks), oldest_s=OLD_S if times_operators else math.inf)
     keeps = not any(device.is_limit for device in cluster.devices)
     timed = operator_times(num_ranks, measures=times_operators, keeps_heap=keeps)
     rates = replace(rates, timed=timed, memory_bytes_per_s=timed.memory_bytes_per_s or rates.memory_bytes_per_s,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
+import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +17,7 @@ from paceline.accelerators import identity
 from paceline.cluster import DeviceKind, usable_cores
 
 VERSION = 4
+OLD_S = 3600.0  # after which a CPU may have another pace: power modes, what runs beside a virtual machine
 
 
 def read(what: str, kind: DeviceKind) -> Any:
@@ -23,6 +26,14 @@ def read(what: str, kind: DeviceKind) -> Any:
         return json.loads(_path(what, kind).read_text())
     except (OSError, ValueError):
         return None
+
+
+def age_s(what: str, kind: DeviceKind) -> float:
+    """Seconds since a document was written; infinite if there is none."""
+    try:
+        return time.time() - _path(what, kind).stat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def write(what: str, kind: DeviceKind, document: Any) -> None:

@@ -148,15 +148,15 @@ class DeviceRates:
                        operator_s=self.operator_s * factor, new_page_s=self.new_page_s * factor)
 
 
-def measure_device(kind: DeviceKind, num_threads: int = 1) -> DeviceRates:
-    """This machine's rates for a rank with so many threads, from the cache if they are there.
+def measure_device(kind: DeviceKind, num_threads: int = 1, *, oldest_s: float = math.inf) -> DeviceRates:
+    """This machine's rates for a rank with so many threads, from the cache if they are there and at most so old.
 
     Takes about 0.3 s the first time. A CPU is measured on one thread, whatever `num_threads` says: kernels on
     several would leave threads behind that children forked later wait for without end. The rates are those of a
     rank alone; ranks that share a memory bus or a power limit are slower. On a machine with GPUs a fork measures.
     """
     rates = _read(kind)
-    if rates is None:
+    if rates is None or cache.age_s("device", kind) > oldest_s:
         rates = _rates(apart_from_cuda(lambda: _figures(_measure(kind))))
         cache.write("device", kind, _figures(rates))
     return rates.with_threads(num_threads) if kind == "cpu" else rates

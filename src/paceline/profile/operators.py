@@ -2,7 +2,8 @@
 
 Each distinct operator is called a few times with operands of its shapes, in a fork for each rank, all at the same
 operator at the same time: so ranks have their threads, and share memory and caches. An operand that a step touches
-again only after many others is brought from as far away. What was timed is kept for this machine.
+again only after many others is brought from as far away. What was timed is kept for this machine, unless other work had
+its cores, and as long as some operators that are timed anew are as fast as they were.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import mmap
 import os
 import signal
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cluster import threads_of_a_rank, usable_cores
 from paceline.launch.fork import die_with, in_a_fork
@@ -40,13 +42,18 @@ MOST_COPIES = 64
 MADE_BYTES = 32 * MIB  # of results that are held, so that further ones come into memory that was not used for long
 WAIT_S = 0.5  # at most for the other ranks before each operator
 CANT = -1.0  # seconds of an operator that failed
-
+# Of a session's time that its thread has a core: 0.99 to 1.0 on two cores, and QUIET_BESIDE beside a busy process.
+QUIET_SHARE = 0.9
+# Once times are old, some operators are timed anew; if one takes so many times as long, or as little, as it did, all are.
+OTHER_PACE = 1.25
 
 LAUNCHED = OperatorCall("aten.mul.Tensor", (Operand((64,), (1,), "float32", 0.0), 2.0))
 # Of 64 MiB each, which is more than caches hold, and more than the C library takes from its heap: what is made is in
 # pages that are new.
 _LARGE = Operand((2**24,), (1,), "float32", float(FAR))
 IN_PLACE, MADE = OperatorCall("aten.add_.Tensor", (_LARGE, _LARGE)), OperatorCall("aten.add.Tensor", (_LARGE, _LARGE))
+_MATRIX = Operand((256, 256), (256, 1), "float32", 0.0)
+PACE = (LAUNCHED, IN_PLACE, OperatorCall("aten.mm.default", (_MATRIX, _MATRIX)))
 
 
 class OperatorTimes:
@@ -63,10 +70,14 @@ class OperatorTimes:
         self._name = f"operators-{self.processes}x{self.threads}" + ("" if keeps_heap else "-lean")
         stored = cache.read(self._name, "cpu")
         self._known: dict[str, float] = {}
+        self._kept: dict[str, float] = {}  # those of them that were timed while nothing else had the cores
         self._skipped: set[str] = set()  # for which there was no time in this process
+        self._has_warned = False
         if isinstance(stored, dict):
-            self._known = {key: seconds for key, seconds in stored.items()
-                           if isinstance(seconds, float) and (seconds == CANT or 0 < seconds < math.inf)}
+            self._kept = {key: seconds for key, seconds in stored.items()
+                          if isinstance(seconds, float) and (seconds == CANT or 0 < seconds < math.inf)}
+            self._known = dict(self._kept)
+        self._is_old = bool(self._kept) and cache.age_s(self._name, "cpu") > cache.OLD_S
 
     @property
     def launch_s(self) -> float:
@@ -97,16 +108,50 @@ class OperatorTimes:
         return all(call.operator == UNKNOWN or _key(call) in self._known for call in calls)
 
     def measure(self, calls: Iterable[OperatorCall]) -> None:
-        """Time those that are not known yet."""
+        """Time those that are not known yet. Times that were taken while other work had the cores count in this process
+        and are not kept."""
+        if not self.measures:
+            return
+        if self._is_old:
+            self._compare_pace()
         missing = {_key(call): call for call in calls if call.operator != UNKNOWN}
         missing = {key: call for key, call in missing.items() if key not in self._known and key not in self._skipped}
-        if not missing or not self.measures:
+        if not missing:
             return
-        measured = session(list(missing.values()), self.processes, self.threads, keeps_heap=self.keeps_heap)
-        self._skipped.update(key for key, seconds in zip(missing, measured, strict=True) if seconds is None)
-        self._known |= {key: seconds for key, seconds in zip(missing, measured, strict=True) if seconds is not None}
-        self._known = dict(list(self._known.items())[-MOST_KEPT:])
-        cache.write(self._name, "cpu", self._known)
+        missing = {key: call for call in PACE if (key := _key(call)) not in self._known} | missing
+        measured = self._session(list(missing.values()))
+        self._skipped.update(key for key, seconds in zip(missing, measured.seconds, strict=True) if seconds is None)
+        times = {key: seconds for key, seconds in zip(missing, measured.seconds, strict=True) if seconds is not None}
+        self._known |= times
+        if measured.is_quiet:
+            self._kept |= times
+            self._write()
+        elif not self._has_warned:
+            self._has_warned = True
+            print("note: other work had this machine's cores while operators were timed, so predictions are rougher; "
+                  "the operators are timed again next time", file=sys.stderr)
+
+    def _compare_pace(self) -> None:
+        """Forget all times if the machine has another pace than when they were taken."""
+        self._is_old = False
+        before = {call: seconds for call in PACE if (seconds := self.seconds(call))}
+        measured = self._session(list(before))
+        if not measured.is_quiet:
+            return
+        changes = [max(seconds / before_s, before_s / seconds)
+                   for seconds, before_s in zip(measured.seconds, before.values(), strict=True)
+                   if seconds not in (None, CANT)]
+        if max(changes, default=1.0) > OTHER_PACE:
+            self._known.clear()
+            self._kept.clear()
+        self._write()
+
+    def _session(self, calls: Sequence[OperatorCall]) -> Session:
+        return session(calls, self.processes, self.threads, keeps_heap=self.keeps_heap)
+
+    def _write(self) -> None:
+        self._kept = dict(list(self._kept.items())[-MOST_KEPT:])
+        cache.write(self._name, "cpu", self._kept)
 
 
 @lru_cache(maxsize=8)
@@ -125,9 +170,22 @@ def _key(call: OperatorCall) -> str:
     return key
 
 
+class Session(NamedTuple):
+    """seconds: of each call; CANT of one that fails, None of one for which no time was left. cpu_share: the part of the
+    time for which the thread that timed them had a core."""
+
+    seconds: list[float | None]
+    cpu_share: float
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no other work had the cores."""
+        return self.cpu_share >= QUIET_SHARE
+
+
 def session(calls: Sequence[OperatorCall], processes: int, threads: int, *, keeps_heap: bool = True,
-            budget_s: float = BUDGET_S) -> list[float | None]:
-    """Seconds of each call; CANT of one that fails, None of one for which no time was left."""
+            budget_s: float = BUDGET_S) -> Session:
+    """Time operators where so many processes with so many threads call them."""
     import paceline.launch.process  # noqa: F401  here, so that not every fork loads it
 
     board = _Board(len(calls), processes)
@@ -139,7 +197,8 @@ def session(calls: Sequence[OperatorCall], processes: int, threads: int, *, keep
             break
         except RuntimeError:  # a kernel may end its process
             board.seconds[board.at] = CANT
-    return [None if math.isnan(seconds) else seconds for seconds in board.seconds[:len(calls)]]
+    return Session([None if math.isnan(seconds) else seconds for seconds in board.seconds[:len(calls)]],
+                   board.cpu_share)
 
 
 class _Board:
@@ -150,8 +209,9 @@ class _Board:
 
     def __init__(self, num_calls: int, processes: int) -> None:
         self.processes = processes
-        shared = memoryview(mmap.mmap(-1, 8 * (num_calls + processes + 2))).cast("d")
-        self.seconds, self.ready, self._done = shared[:num_calls], shared[num_calls:-2], shared[-2:]
+        shared = memoryview(mmap.mmap(-1, 8 * (num_calls + processes + 4))).cast("d")
+        self.seconds, self.ready = shared[:num_calls], shared[num_calls:-4]
+        self._done, self._lead_s = shared[-4:-2], shared[-2:]
         for k in range(num_calls):
             self.seconds[k] = math.nan
         self._done[0] = self._done[1] = -1
@@ -159,6 +219,17 @@ class _Board:
     @property
     def at(self) -> int:
         return int(self._done[1])
+
+    @property
+    def cpu_share(self) -> float:
+        """The part of the lead's time for which it had a core."""
+        wall_s, cpu_s = self._lead_s
+        return cpu_s / wall_s if wall_s else 1.0
+
+    def account(self, wall_s: float, cpu_s: float) -> None:
+        """What the lead took for a call."""
+        self._lead_s[0] += wall_s
+        self._lead_s[1] += cpu_s
 
     def prepare(self, number: int) -> None:
         self._done[1] = number
@@ -199,6 +270,7 @@ def _lead(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Are
             if time.monotonic() > deadline_s:
                 break
             board.prepare(number)
+            began_s, began_cpu_s = time.perf_counter(), time.thread_time()
             try:
                 again = _prepared(call, arena)
                 again()
@@ -206,6 +278,7 @@ def _lead(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Are
                 board.end(number, _seconds(again, torch.get_num_threads()))
             except Exception:
                 board.end(number, CANT)
+            board.account(time.perf_counter() - began_s, time.thread_time() - began_cpu_s)
             arena.mend()
     finally:
         torch.set_num_threads(before)  # where this is no fork, but a process that was forked for more than this
