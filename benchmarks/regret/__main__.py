@@ -1,7 +1,8 @@
 """How near a plan's predicted time and memory are to what is measured here, and how good the chosen plan is.
 
 Every plan of every job is priced, without calibrations and with them, then trained in turns; regret is the time of the
-chosen plan by the best one's.
+chosen plan by the best one's. Runs wait until the machine is as fast as usual, and one beside which it became slower
+is taken again.
 
     python -m benchmarks.regret [--jobs NAME...] [--plans 20] [--rounds 3] [--seconds 2] [--calibrate 120]
                                 [--json FILE] [--write docs/accuracy.md]
@@ -21,11 +22,12 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.regret.jobs import JOBS
+from benchmarks.regret.pace import Pace
 from benchmarks.turns import warn_if_busy
 from paceline import Cluster, Job
 from paceline.cluster import usable_cores
@@ -43,13 +45,14 @@ from paceline.verbs.planning import Answer, plan
 MOST_PLANS = 20  # of a job
 MOST_TIMES = 8  # the fastest plan's step, as predicted: a plan with steps of 20 s would take most of the time
 CALIBRATE_S = 120.0  # enough for a plan of each kind, and some far from those
+MOST_TRIES = 4  # of a run, on a machine that is slower at its end than usual
 WARM_UP_STEPS = 10  # that a run leaves out of its speed
 
 
 @dataclass(slots=True)
 class Measured:
-    """A plan of a job. alone_s, alone_low_s, alone_high_s: predicted without calibrations. step_s, memory_bytes: of
-    each round."""
+    """A plan of a job. alone_s, alone_low_s, alone_high_s, alone_breakdown: predicted without calibrations. step_s,
+    memory_bytes: of each round."""
 
     plan: str
     predicted_s: float
@@ -66,14 +69,19 @@ class Measured:
     alone_s: float = math.nan
     alone_low_s: float = math.nan
     alone_high_s: float = math.nan
+    alone_breakdown: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, one: Candidate, alone: Candidate | None = None) -> Measured:
-        estimate = one.estimate
-        times = () if alone is None else (alone.estimate.step_s, alone.estimate.low_s, alone.estimate.high_s)
-        return cls(str(one.plan), estimate.step_s, estimate.low_s, estimate.high_s, estimate.peak_memory_bytes,
-                   dict(estimate.breakdown), dict(estimate.ledger), one.plan.relaxed is not None,
-                   estimate.is_measured, **dict(zip(("alone_s", "alone_low_s", "alone_high_s"), times, strict=False)))
+    def of(cls, candidate: Candidate, alone: Candidate | None = None) -> Measured:
+        estimate = candidate.estimate
+        measured = cls(str(candidate.plan), estimate.step_s, estimate.low_s, estimate.high_s,
+                       estimate.peak_memory_bytes, dict(estimate.breakdown), dict(estimate.ledger),
+                       candidate.plan.relaxed is not None, estimate.is_measured)
+        if alone is None:
+            return measured
+        before = alone.estimate
+        return replace(measured, alone_s=before.step_s, alone_low_s=before.low_s, alone_high_s=before.high_s,
+                       alone_breakdown=dict(before.breakdown))
 
     @property
     def time_s(self) -> float:
@@ -118,34 +126,35 @@ class JobResult:
 
     @property
     def run(self) -> list[Measured]:
-        return [one for one in self.plans if one.step_s]
+        return [measured for measured in self.plans if measured.step_s]
 
     def regret(self, plan: str) -> float:
         """A plan's time by the best exact one's; nan where it was not measured."""
-        ours = next((one.time_s for one in self.run if one.plan == plan), math.nan)
-        return ours / min(one.time_s for one in self.run if not one.is_relaxed)
+        time_s = next((measured.time_s for measured in self.run if measured.plan == plan), math.nan)
+        return time_s / min(measured.time_s for measured in self.run if not measured.is_relaxed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    asked = _arguments(arguments)
+    options = _options(arguments)
     warn_if_busy()
-    results = _kept_results(asked.json)
-    for name in asked.jobs or [name for name in JOBS if name not in results]:
-        results[name] = _measure(name, asked)
+    results, pace = _kept_results(options.json), Pace()
+    for name in options.jobs or [name for name in JOBS if name not in results]:
+        results[name] = _measure(name, options, pace)
         print(_job_table(name, results[name]), flush=True)
-        if asked.json:
-            Path(asked.json).write_text(json.dumps({name: asdict(one) for name, one in results.items()}, indent=1))
+        if options.json:
+            Path(options.json).write_text(json.dumps({name: asdict(result) for name, result in results.items()},
+                                                     indent=1))
     print(table(results))
-    if asked.write:
-        Path(asked.write).write_text(page(results, measured_on=datetime.date.today(), machine=_machine()))
+    if options.write:
+        Path(options.write).write_text(page(results, measured_on=datetime.date.today(), machine=_machine()))
 
 
 def _kept_results(path: str | None) -> dict[str, JobResult]:
     if not path or not Path(path).exists():
         return {}
     kept = json.loads(Path(path).read_text())
-    return {name: JobResult(one["chosen"], [Measured(**each) for each in one["plans"]], one["chosen_alone"])
-            for name, one in kept.items()}
+    return {name: JobResult(result["chosen"], [Measured(**plan) for plan in result["plans"]], result["chosen_alone"])
+            for name, result in kept.items()}
 
 
 def _machine() -> str:
@@ -157,7 +166,7 @@ def _machine() -> str:
             f"{sys.platform}, torch {torch.__version__}")
 
 
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.regret")
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), metavar="NAME")
     parser.add_argument("--plans", type=int, default=MOST_PLANS, help="of a job, at most")
@@ -169,68 +178,84 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _measure(name: str, asked: argparse.Namespace) -> JobResult:
+def _measure(name: str, options: argparse.Namespace, pace: Pace) -> JobResult:
     """Its plans, with what they took."""
     devices, make = JOBS[name]
     job = make()
     where = Cluster.local(f"cpu:0-{devices - 1}")
+    pace.wait_until_usual()
     before = plan(job, where, calibrate_s=0)
-    answer = plan(job, where, calibrate_s=asked.calibrate) if asked.calibrate else before
-    alone = {one.plan: one for one in before.ranking.ranked}
-    taken = [Measured.of(one, alone.get(one.plan)) for one in _kept(answer, before, asked.plans)]
-    for number in range(asked.rounds):
+    pace.wait_until_usual()
+    answer = plan(job, where, calibrate_s=options.calibrate) if options.calibrate else before
+    alone = {candidate.plan: candidate for candidate in before.ranking.ranked}
+    taken = [Measured.of(candidate, alone.get(candidate.plan))
+             for candidate in _plans_to_run(answer, before, options.plans)]
+    for number in range(options.rounds):
         order = list(taken)
         random.Random(number).shuffle(order)
-        for one in order:
-            if not one.failed:
-                _run(one, job, asked.seconds)
-        print(f"{name}: round {number + 1} of {asked.rounds}", file=sys.stderr, flush=True)
+        for measured in order:
+            for _ in range(MOST_TRIES):
+                pace.wait_until_usual()
+                if measured.failed or _run(measured, job, options.seconds, is_steady=pace.is_usual):
+                    break
+        print(f"{name}: round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     return JobResult(str(answer.chosen), taken, str(before.chosen))
 
 
-def _kept(answer: Answer, before: Answer, most: int) -> list[Candidate]:
+def _plans_to_run(answer: Answer, before: Answer, most: int) -> list[Candidate]:
     """Exact plans: those that are chosen, and those with the fewest words, so that predictions don't say
     which; but none that looks far slower than the fastest."""
-    exact = [one for one in answer.ranking.ranked if one.plan.relaxed is None]
-    fastest_s = min(one.estimate.step_s for one in exact)
-    exact = [one for one in exact if one.estimate.step_s <= MOST_TIMES * fastest_s]
-    chosen = [one for one in exact if one.plan in (answer.chosen, before.chosen)]
-    return [*chosen, *sorted((one for one in exact if one not in chosen),
-                             key=lambda one: (len(one.plan.values()), str(one.plan)))][:most]
+    exact = [candidate for candidate in answer.ranking.ranked if candidate.plan.relaxed is None]
+    fastest_s = min(candidate.estimate.step_s for candidate in exact)
+    exact = [candidate for candidate in exact if candidate.estimate.step_s <= MOST_TIMES * fastest_s]
+    chosen = [candidate for candidate in exact if candidate.plan in (answer.chosen, before.chosen)]
+    others = [candidate for candidate in exact if candidate not in chosen]
+    return [*chosen, *sorted(others, key=lambda each: (len(each.plan.values()), str(each.plan)))][:most]
 
 
-def _run(one: Measured, job: Job, seconds: float) -> None:
-    """Train as `paceline train` does after it has chosen a plan, without a prediction beside it."""
-    asked = resolve(job, one.plan)
-    short = replace(job, steps=WARM_UP_STEPS + max(WARM_UP_STEPS, round(seconds / one.predicted_s)))
-    load(asked.plan)
+def _run(measured: Measured, job: Job, seconds: float, *, is_steady: Callable[[], bool] = lambda: True) -> bool:
+    """Train as `paceline train` does after it has chosen a plan, without a prediction beside it.
+
+    Returns:
+        Whether it counts: it does not if the machine is not steady at its end.
+    """
+    request = resolve(job, measured.plan)
+    short = replace(job, steps=WARM_UP_STEPS + max(WARM_UP_STEPS, round(seconds / measured.predicted_s)))
+    load(request.plan)
     try:
         with tempfile.TemporaryDirectory() as run:
-            settings = Settings(run_dir=Path(run), shares=asked.shares, devices=devices_of(asked.plan, asked.cluster))
+            settings = Settings(run_dir=Path(run), shares=request.shares,
+                                devices=devices_of(request.plan, request.cluster))
             (Path(run) / "checkpoints").mkdir()
-            summary = run_local(lambda rank: train_rank(rank, short, asked.plan, settings), asked.cluster.devices,
-                                run_dir=Path(run), fault_policy=fault_policy(asked.plan))[0]
+            summary = run_local(lambda rank: train_rank(rank, short, request.plan, settings), request.cluster.devices,
+                                run_dir=Path(run), fault_policy=fault_policy(request.plan))[0]
     except PacelineError as error:
         if isinstance(error, RankFailed) and error.failure.is_stop:
             raise  # the benchmark itself was asked to stop
-        one.failed = str(error).partition("\n")[0]
-        print(f"{one.plan}: {one.failed}", file=sys.stderr)
-        return
-    one.step_s.append(job.batch / summary["samples_per_s"])
-    one.memory_bytes.append(summary["peak_memory_bytes"])
+        measured.failed = str(error).partition("\n")[0]
+        print(f"{measured.plan}: {measured.failed}", file=sys.stderr)
+        return True
+    if not is_steady():
+        return False
+    measured.step_s.append(job.batch / summary["samples_per_s"])
+    measured.memory_bytes.append(summary["peak_memory_bytes"])
+    return True
 
 
 def _job_table(name: str, result: JobResult) -> str:
-    titles = f"{'ms':>8} {'alone':>8} {'off':>6} {'said':>8} {'off':>6} {'noise':>6} {'MiB':>7} {'said':>7} {'off':>6}"
+    titles = (f"{'ms':>8} {'alone':>8} {'off':>6} {'predicted':>9} {'off':>6} {'noise':>6} {'MiB':>7} "
+              f"{'predicted':>9} {'off':>6}")
     lines = [f"\n{name}, {JOBS[name][0]} devices; chosen: {result.chosen}", f"{'plan':<58} {titles}"]
-    for one in sorted(result.run, key=lambda one: one.time_s):
-        memory_bytes = statistics.median(one.memory_bytes)
-        lines.append(
-            f"{one.plan:<58} {1e3 * one.time_s:>8.2f} {1e3 * one.alone_s:>8.2f} {100 * one.alone_error:>+5.0f}% "
-            f"{1e3 * one.predicted_s:>8.2f} {100 * one.time_error:>+5.0f}% {100 * one.noise:>5.0f}% "
-            f"{memory_bytes / 2**20:>7.1f} {one.predicted_bytes / 2**20:>7.1f} {100 * one.memory_error:>+5.0f}%"
-            f"{' tried' if one.was_tried else ''}{'' if one.is_inside else ' outside'}")
-    lines += [f"{one.plan}: {one.failed}" for one in result.plans if one.failed]
+    for measured in sorted(result.run, key=lambda measured: measured.time_s):
+        memory_bytes = statistics.median(measured.memory_bytes)
+        times = (f"{1e3 * measured.time_s:>8.2f} {1e3 * measured.alone_s:>8.2f} {100 * measured.alone_error:>+5.0f}% "
+                 f"{1e3 * measured.predicted_s:>9.2f} {100 * measured.time_error:>+5.0f}% "
+                 f"{100 * measured.noise:>5.0f}%")
+        memory = (f"{memory_bytes / 2**20:>7.1f} {measured.predicted_bytes / 2**20:>9.1f} "
+                  f"{100 * measured.memory_error:>+5.0f}%")
+        marks = f"{' tried' if measured.was_tried else ''}{'' if measured.is_inside else ' outside'}"
+        lines.append(f"{measured.plan:<58} {times} {memory}{marks}")
+    lines += [f"{measured.plan}: {measured.failed}" for measured in result.plans if measured.failed]
     return "\n".join(lines)
 
 
@@ -240,25 +265,25 @@ def table(results: dict[str, JobResult]) -> str:
     are."""
     titles = ("plans", "alone", "inside", "untried", "time", "memory", "inside", "width", "regret", "noise")
     lines = [f"\n{'job':<22} {' '.join(f'{title:>6}' for title in titles)}"]
-    for name, one in results.items():
-        lines.append(f"{_scores(name, one.run)} {one.regret(one.chosen):>6.3f} "
-                     f"{_percent(_mean(each.noise for each in one.run)):>6}")
-    return "\n".join([*lines, _scores("all", [each for one in results.values() for each in one.run])])
+    for name, job in results.items():
+        lines.append(f"{_scores(name, job.run)} {job.regret(job.chosen):>6.3f} "
+                     f"{_percent(_mean(each.noise for each in job.run)):>6}")
+    return "\n".join([*lines, _scores("all", [each for job in results.values() for each in job.run])])
 
 
 def _scores(name: str, run: Sequence[Measured]) -> str:
-    untried = [abs(one.time_error) for one in run if not one.was_tried]
-    return (f"{name:<22} {len(run):>6} {_percent(_mean(abs(one.alone_error) for one in run)):>6} "
-            f"{_percent(_mean(one.is_inside_alone for one in run)):>6} {_percent(_mean(untried)):>6} "
-            f"{_percent(_mean(abs(one.time_error) for one in run)):>6} "
-            f"{_percent(_mean(abs(one.memory_error) for one in run)):>6} "
-            f"{_percent(_mean(one.is_inside for one in run)):>6} "
-            f"{_percent(statistics.median(one.high_s / one.low_s - 1 for one in run)):>6}")
+    untried = [abs(measured.time_error) for measured in run if not measured.was_tried]
+    return (f"{name:<22} {len(run):>6} {_percent(_mean(abs(measured.alone_error) for measured in run)):>6} "
+            f"{_percent(_mean(measured.is_inside_alone for measured in run)):>6} {_percent(_mean(untried)):>6} "
+            f"{_percent(_mean(abs(measured.time_error) for measured in run)):>6} "
+            f"{_percent(_mean(abs(measured.memory_error) for measured in run)):>6} "
+            f"{_percent(_mean(measured.is_inside for measured in run)):>6} "
+            f"{_percent(statistics.median(measured.high_s / measured.low_s - 1 for measured in run)):>6}")
 
 
 def page(results: dict[str, JobResult], *, measured_on: datetime.date, machine: str) -> str:
     """The report, as Markdown."""
-    run = [one for job in results.values() for one in job.run]
+    run = [measured for job in results.values() for measured in job.run]
     columns = ["job", "plans", "alone: median", "worst", "inside", "regret", "calibrated: median", "worst", "inside",
                "regret", "memory: median"]
     lines = ["# How near predictions are", "",
@@ -273,12 +298,12 @@ def page(results: dict[str, JobResult], *, measured_on: datetime.date, machine: 
     for name, job in results.items():
         lines += [f"## {name}", "", f"Chosen alone: {job.chosen_alone}. Chosen with calibrations: {job.chosen}.", "",
                   *_head(["plan", "ms", "alone", "off", "calibrated", "off", "MiB", "predicted", "off"])]
-        for one in sorted(job.run, key=lambda one: one.time_s):
-            cells = (one.plan, f"{1e3 * one.time_s:.1f}", f"{1e3 * one.alone_s:.1f}", f"{100 * one.alone_error:+.0f} %",
-                     f"{1e3 * one.predicted_s:.1f}",
-                     f"{100 * one.time_error:+.0f} %{', tried' if one.was_tried else ''}",
-                     f"{statistics.median(one.memory_bytes) / 2**20:.0f}", f"{one.predicted_bytes / 2**20:.0f}",
-                     f"{100 * one.memory_error:+.0f} %")
+        for measured in sorted(job.run, key=lambda measured: measured.time_s):
+            cells = (measured.plan, f"{1e3 * measured.time_s:.1f}", f"{1e3 * measured.alone_s:.1f}",
+                     f"{100 * measured.alone_error:+.0f} %", f"{1e3 * measured.predicted_s:.1f}",
+                     f"{100 * measured.time_error:+.0f} %{', tried' if measured.was_tried else ''}",
+                     f"{statistics.median(measured.memory_bytes) / 2**20:.0f}",
+                     f"{measured.predicted_bytes / 2**20:.0f}", f"{100 * measured.memory_error:+.0f} %")
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
@@ -293,10 +318,11 @@ def _page_row(name: str, run: Sequence[Measured], regret_alone: str, regret: str
         by_magnitude = sorted((abs(figure), figure) for figure in figures)
         return f"{100 * statistics.median(size for size, _ in by_magnitude):.1f} % | {100 * by_magnitude[-1][1]:+.0f} %"
 
-    return (f"| {name} | {len(run)} | {errors(one.alone_error for one in run)} | "
-            f"{_percent(_mean(one.is_inside_alone for one in run))} | {regret_alone} | "
-            f"{errors(one.time_error for one in run)} | {_percent(_mean(one.is_inside for one in run))} | {regret} | "
-            f"{100 * statistics.median(abs(one.memory_error) for one in run):.1f} % |")
+    return (f"| {name} | {len(run)} | {errors(measured.alone_error for measured in run)} | "
+            f"{_percent(_mean(measured.is_inside_alone for measured in run))} | {regret_alone} | "
+            f"{errors(measured.time_error for measured in run)} | "
+            f"{_percent(_mean(measured.is_inside for measured in run))} | {regret} | "
+            f"{100 * statistics.median(abs(measured.memory_error) for measured in run):.1f} % |")
 
 
 def _mean(figures: Iterable[float]) -> float:

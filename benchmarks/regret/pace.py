@@ -1,0 +1,51 @@
+"""Whether the machine is as fast as usual: on a virtual machine, neighbours slow everything down for minutes."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from paceline.cluster import usable_cores
+from paceline.launch.fork import in_a_fork
+
+USUAL = 0.85  # of the best pace so far: quiet minutes differ by a tenth
+PROBE_S, WAIT_S, MOST_WAITS = 0.5, 10.0, 30
+
+
+class Pace:
+    """Waits for minutes in which the machine is as fast as it was at its best."""
+
+    def __init__(self) -> None:
+        self._best = 0.0
+
+    def is_usual(self) -> bool:
+        pace = in_a_fork(_layers_per_s, timeout_s=60.0)
+        self._best = max(self._best, pace)
+        return bool(pace >= USUAL * self._best)
+
+    def wait_until_usual(self) -> None:
+        """For some minutes at most."""
+        for _ in range(MOST_WAITS):
+            if self.is_usual():
+                return
+            print("the machine is slower than before: waiting", file=sys.stderr, flush=True)
+            time.sleep(WAIT_S)
+
+
+def _layers_per_s() -> float:
+    """Of a small layer and an update's arithmetic, by all cores together."""
+    import torch
+
+    torch.set_num_threads(usable_cores())
+    inputs, weight, state = torch.ones(128, 512), torch.ones(512, 512), torch.ones(2**20)
+
+    def layers(seconds: float) -> float:
+        count, began_s = 0, time.perf_counter()
+        while time.perf_counter() - began_s < seconds:
+            torch.relu(inputs @ weight)
+            state.mul_(0.5)
+            count += 1
+        return count / (time.perf_counter() - began_s)
+
+    layers(PROBE_S / 5)
+    return layers(PROBE_S)
