@@ -290,7 +290,8 @@ def page(results: dict[str, JobResult], *, measured_on: datetime.date, machine: 
              "Written by `python -m benchmarks.regret --write docs/accuracy.md`: each plan is predicted without",
              '("alone") and with calibrations, then trained. "off" is predicted by measured, less 1; "inside" is the',
              "part of plans that took a time inside their 80 % interval; regret is the chosen plan's time by the",
-             "fastest one's.", "", f"{measured_on:%d %B %Y}; {machine}.", "", *_head(columns)]
+             "fastest one's. Runs wait until the machine is as fast as usual.", "",
+             f"{measured_on:%d %B %Y}; {machine}.", "", *_head(columns)]
     for name, job in results.items():
         lines.append(_page_row(name, job.run, f"{job.regret(job.chosen_alone):.3f}", f"{job.regret(job.chosen):.3f}"))
     lines += [_page_row("all", run, *(f"{_mean(job.regret(getattr(job, which)) for job in results.values()):.3f}"

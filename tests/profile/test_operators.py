@@ -92,6 +92,7 @@ class Machine:
         self.seconds, self.cpu_share, self.timed = 0.5, 1.0, []
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(operators, "session", self._session)
+        monkeypatch.setattr(OperatorTimes, "_has_warned", False)
 
     def _session(self, calls: Sequence[OperatorCall], *_: object, **__: object) -> Session:
         self.timed.append([call for call in calls if call not in PACE])

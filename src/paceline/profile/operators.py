@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from paceline.cluster import threads_of_a_rank, usable_cores
 from paceline.launch.fork import die_with, in_a_fork
@@ -44,7 +44,7 @@ WAIT_S = 0.5  # at most for the other ranks before each operator
 CANT = -1.0  # seconds of an operator that failed
 # Of a session's time that its thread has a core: 0.99 to 1.0 on two cores, and QUIET_BESIDE beside a busy process.
 QUIET_SHARE = 0.9
-# Once times are old, some operators are timed anew; if one takes so many times as long, or as little, as it did, all are.
+# Once times are old, some operators are timed anew. If one takes so many times as long, or as little, all are.
 OTHER_PACE = 1.25
 
 LAUNCHED = OperatorCall("aten.mul.Tensor", (Operand((64,), (1,), "float32", 0.0), 2.0))
@@ -64,6 +64,8 @@ class OperatorTimes:
         pages each time.
     """
 
+    _has_warned: ClassVar[bool] = False  # once a process
+
     def __init__(self, num_ranks: int, *, measures: bool = True, keeps_heap: bool = True) -> None:
         self.measures, self.keeps_heap = measures, keeps_heap
         self.processes, self.threads = min(num_ranks, usable_cores()), threads_of_a_rank(num_ranks)
@@ -72,7 +74,6 @@ class OperatorTimes:
         self._known: dict[str, float] = {}
         self._kept: dict[str, float] = {}  # those of them that were timed while nothing else had the cores
         self._skipped: set[str] = set()  # for which there was no time in this process
-        self._has_warned = False
         if isinstance(stored, dict):
             self._kept = {key: seconds for key, seconds in stored.items()
                           if isinstance(seconds, float) and (seconds == CANT or 0 < seconds < math.inf)}
@@ -126,8 +127,8 @@ class OperatorTimes:
         if measured.is_quiet:
             self._kept |= times
             self._write()
-        elif not self._has_warned:
-            self._has_warned = True
+        elif not OperatorTimes._has_warned:
+            OperatorTimes._has_warned = True
             print("note: other work had this machine's cores while operators were timed, so predictions are rougher; "
                   "the operators are timed again next time", file=sys.stderr)
 
