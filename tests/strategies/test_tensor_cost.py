@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.cluster import DeviceKind
+from paceline.planner.program import step_program
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Profile, Segment, TensorCut, Work
+from paceline.simulate.allocator import CPU_HOLES_EXCHANGED, HOLES_ADDED
+from paceline.simulate.program import Allocate
 from paceline.software import PACELINE, SEQUENCE_BYTES, Software
 from paceline.strategies.tensor.cost import narrow
 
@@ -39,3 +43,19 @@ def test_what_lies_between_layers(software: Software, output_bytes: float, kept:
     assert part.output_bytes.per_sample == pytest.approx(output * output_bytes)
     assert part.forward.function_bytes.per_sample == pytest.approx(moved * output_bytes)
     assert part.backward.function_bytes.per_sample == pytest.approx(2 * moved * output_bytes)
+
+
+@pytest.mark.parametrize(("text", "kind", "samples", "times"), [
+    ("tensor=2", "cpu", (2.0,), 1), ("tensor=2", "cpu", (2.0, 2.0), 1), ("tensor=2", "cuda", (2.0,), 0),
+    ("single", "cpu", (2.0,), 0)])
+def test_exchanges_leave_holes_beside_activations_in_a_heap_that_is_kept(
+        text: str, kind: DeviceKind, samples: tuple[float, ...], times: int):
+    """Later micro-batches find those of the first one."""
+    whole = Profile(parameters=(), segments=(layer(SMALL),), update=Work())
+    plan = Plan.parse(text)
+    kept_bytes = sum(part.kept_bytes.at(2.0) for part in narrow(whole, plan, PACELINE).segments)
+
+    holes = [event.num_bytes for event in step_program(whole, plan, kind, samples)
+             if isinstance(event, Allocate) and event.ledger == HOLES_ADDED]
+
+    assert sum(holes) == pytest.approx(times * CPU_HOLES_EXCHANGED * kept_bytes)

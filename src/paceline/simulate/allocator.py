@@ -24,12 +24,15 @@ CPU_HOLES_LEAN = 0.1  # of a rank with a memory limit, whose large tensors have 
 # of 4 and 12 layers, as above.
 CPU_HOLES_LEFT = 0.5
 # Holes that a gradient leaves in a heap that is kept, when it was added to another and is given back: smaller things
-# are put into its place. Measured as above. They have a name of their own, as ranks with a limit keep no heap.
-HOLES_ADDED = "holes of gradients"
-CPU_HOLES_ADDED = 0.1
+# are put into its place. Measured as above. These holes have a ledger of their own, as ranks with a limit keep no heap.
+HOLES_ADDED = "holes of a kept heap"
+CPU_HOLES_ADDED = 0.2
 # Holes that parameters leave which are gathered and let go again and again, a byte of them: of those that take 4 to 32
 # MiB whole. Smaller ones share what is free, and larger ones have pages of their own. Measured as above.
 CPU_HOLES_GATHERED, GATHERED_FROM_BYTES, GATHERED_TO_BYTES = 2.0, 4 * 2**20, 32 * 2**20
+# Holes beside the activations of a layer whose output is exchanged under a tensor axis, a byte of them. Measured on
+# GPTs, a Llama and an encoder; see docs/memory.md.
+CPU_HOLES_EXCHANGED = 0.7
 # torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB, by 1 MiB in the mean, which is 2 % of one of
 # 50 MiB; smaller ones share blocks of 20 and of 2 MiB, of which the last is not full (kRoundLarge, kLargeBuffer and
 # kSmallBuffer in c10/cuda/CUDACachingAllocator.h). What fragmentation adds is not foreseen.
@@ -109,3 +112,9 @@ def holes_of_gathered(kind: DeviceKind, tensor_bytes: Iterable[float]) -> Iterab
     if kind == "cpu":
         yield Allocate(HOLES_ADDED, CPU_HOLES_GATHERED * sum(
             num_bytes for num_bytes in tensor_bytes if GATHERED_FROM_BYTES <= num_bytes < GATHERED_TO_BYTES))
+
+
+def holes_of_exchanged(kind: DeviceKind, kept_bytes: float) -> Iterable[Event]:
+    """What is left beside activations of a layer that ranks exchange parts of."""
+    if kind == "cpu":
+        yield Allocate(HOLES_ADDED, CPU_HOLES_EXCHANGED * kept_bytes)

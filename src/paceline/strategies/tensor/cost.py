@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work
+from paceline.simulate.allocator import holes_of_exchanged
 from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Event
 from paceline.software import Software
 from paceline.strategies.costs import HookPoint, Hooks, Step, reduce_scatter_on
@@ -111,8 +112,12 @@ def enter(step: Step) -> Hooks:
             yield sent("all_reduce", cut.exchanged_bytes.at(samples), times)
 
     def after_forward(point: HookPoint) -> Iterable[Event]:
-        if (cut := step.segment(point).tensor) is not None:
-            yield from exchanges(cut, step.samples(point), ahead=True)
+        segment = step.segment(point)
+        if (cut := segment.tensor) is not None:
+            exchanged = tuple(exchanges(cut, step.samples(point), ahead=True))
+            yield from exchanged
+            if exchanged and point.microbatch == 0:
+                yield from holes_of_exchanged(step.device_kind, segment.kept_bytes.at(step.samples(point)))
 
     def after_backward(point: HookPoint) -> Iterable[Event]:
         """What is recomputed is exchanged again."""
