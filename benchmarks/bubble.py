@@ -96,7 +96,7 @@ def measure(name: str, *, ranks: int, microbatches: int, pace_s: float) -> dict[
     by_rank = [sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"]) for rank in range(ranks)]
     idle = []
     for step in range(STEPS):
-        step_events = [e for own in by_rank for e in own[step * per_step:(step + 1) * per_step]]
+        step_events = [e for rank_events in by_rank for e in rank_events[step * per_step:(step + 1) * per_step]]
         total = max(e["ts"] + e["dur"] for e in step_events) - min(e["ts"] for e in step_events)
         idle.append(1 - sum(e["dur"] for e in step_events) / (total * ranks))
     orders = schedule(name, num_ranks=ranks, num_microbatches=microbatches, virtual=virtual)  # type: ignore[arg-type]

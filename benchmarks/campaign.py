@@ -129,22 +129,22 @@ def main() -> None:
     parser.add_argument("--cuts", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, nargs="+")
-    asked = parser.parse_args()
-    if asked.read is not None:
-        print(tables([run for path in asked.read for run in json.loads(path.read_text())]))
+    options = parser.parse_args()
+    if options.read is not None:
+        print(tables([run for path in options.read for run in json.loads(path.read_text())]))
         return
     rehearsals: list[dict[str, Any]] = []
-    for number in range(asked.runs + asked.controls):
-        seed = asked.first + number
-        is_control = number >= asked.runs
-        rehearsals.append(rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, cuts=asked.cuts))
+    for number in range(options.runs + options.controls):
+        seed = options.first + number
+        is_control = number >= options.runs
+        rehearsals.append(rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, cuts=options.cuts))
         latest = rehearsals[-1]
         waits = [effect["next_step_s"] for effect in latest["effects"] if effect["next_step_s"] is not None]
         print(f"{seed:4} {latest['plan']:34} {'passed' if latest['passed'] else 'FAILED'} "
               f"{'named' if latest['named'] else 'NOT NAMED':9} {max(waits, default=0):6.2f} s "
               f"{latest['recomputed_updates']:3} again  {', '.join(latest['faults'])}", flush=True)
-        if asked.json is not None:
-            asked.json.write_text(json.dumps(rehearsals, indent=1))
+        if options.json is not None:
+            options.json.write_text(json.dumps(rehearsals, indent=1))
     print(tables(rehearsals))
 
 

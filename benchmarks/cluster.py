@@ -72,7 +72,7 @@ WAYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Measurement:
     """efficiency: 1 is what the hosts would do without a network. step_s: seconds a step of all hosts."""
 
     way: str
@@ -87,7 +87,7 @@ class Failed(Exception):
 
 
 def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: float, megabytes: float,
-        steps: int, paces: Sequence[Pace]) -> Found:
+        steps: int, paces: Sequence[Pace]) -> Measurement:
     """Train once on the first hosts of the lab, the last of which compute, each at its pace.
 
     A way whose hosts meet after many steps takes whole rounds, three at least; the first is left out.
@@ -107,9 +107,9 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
         shared = {"WORLD_SIZE": str(len(used)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(PORT),
                   "MASTER_ADDR": used[0].address, "OMP_NUM_THREADS": "1",
                   "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        own = [Pace()] * (len(used) - workers) + list(paces)
+        rank_paces = [Pace()] * (len(used) - workers) + list(paces)
         ranks = [host.start(command, {**shared, "RANK": str(rank), **pace.environ()})
-                 for rank, (host, pace) in enumerate(zip(used, own, strict=True))]
+                 for rank, (host, pace) in enumerate(zip(used, rank_paces, strict=True))]
         try:
             deadline = time.monotonic() + TIMEOUT_S
             outputs = [rank.communicate(timeout=max(1.0, deadline - time.monotonic())) for rank in ranks]
@@ -129,36 +129,37 @@ def run(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, step_s: f
     spent_s = last["time"] - first["time"]
     samples_per_s = (last["samples"] - first["samples"]) / spent_s
     ideal = SAMPLES * sum(1 / pace.mean_step_s(step_s) for pace in paces)  # samples a second
-    return Found(way.name, workers, mbit_s, samples_per_s / ideal,
-                 spent_s / (last["step"] - first["step"]))
+    return Measurement(way.name, workers, mbit_s, samples_per_s / ideal,
+                       spent_s / (last["step"] - first["step"]))
 
 
-def table(results: Sequence[Found], mbit_s: float) -> str:
+def table(results: Sequence[Measurement], mbit_s: float) -> str:
     """Efficiency in percent: a row a way, a column a number of hosts."""
-    counts = sorted({one.workers for one in results})
-    cells = {(one.way, one.workers): one for one in results if one.mbit_s == mbit_s}
+    counts = sorted({result.workers for result in results})
+    cells = {(result.way, result.workers): result for result in results if result.mbit_s == mbit_s}
     rows = [f"{f'{mbit_s:g} Mbit/s':<24}" + "".join(f"{count:>8}" for count in counts)]
-    for way in dict.fromkeys(one.way for one in results):
+    for way in dict.fromkeys(result.way for result in results):
         values = (cells.get((way, count)) for count in counts)
-        rows.append(f"{way:<24}" + "".join(f"{100 * one.efficiency:>7.1f}%" if one else f"{'-':>8}" for one in values))
+        rows.append(f"{way:<24}" + "".join(f"{100 * result.efficiency:>7.1f}%" if result else f"{'-':>8}"
+                                           for result in values))
     return "\n".join(rows)
 
 
-def plot(results: Sequence[Found], path: str) -> None:
+def plot(results: Sequence[Measurement], path: str) -> None:
     """Speed-up over one host by number of hosts, a panel a link speed."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    rates = sorted({one.mbit_s for one in results})
+    rates = sorted({result.mbit_s for result in results})
     figure, panels = plt.subplots(1, len(rates), figsize=(5 * len(rates), 4), squeeze=False, sharey=True)
     for panel, rate in zip(panels[0], rates, strict=True):
-        counts = sorted({one.workers for one in results})
+        counts = sorted({result.workers for result in results})
         panel.plot(counts, counts, color="0.8", label="ideal")
-        for way in dict.fromkeys(one.way for one in results):
-            points = sorted((one.workers, one.workers * one.efficiency) for one in results
-                            if one.way == way and one.mbit_s == rate)
+        for way in dict.fromkeys(result.way for result in results):
+            points = sorted((result.workers, result.workers * result.efficiency) for result in results
+                            if result.way == way and result.mbit_s == rate)
             panel.plot(*zip(*points, strict=True), marker="o", label=way)
         panel.set(title=f"{rate:g} Mbit/s", xlabel="hosts")
     panels[0][0].set_ylabel("speed-up over one host")
@@ -182,7 +183,7 @@ def main() -> None:
     parser.add_argument("--json", help="write every figure to this file")
     parser.add_argument("--plot", help="draw speed-up over hosts into this file")
     options = parser.parse_args()
-    results: list[Found] = []
+    results: list[Measurement] = []
     try:
         for rate in options.mbit_s:
             with hosts(max(options.hosts) + 1, mbit_s=rate) as lab:
@@ -193,23 +194,23 @@ def main() -> None:
     except NoLab as error:
         raise SystemExit(f"skipped: {error}") from None
     if options.json:
-        Path(options.json).write_text(json.dumps([asdict(one) for one in results], indent=2))
+        Path(options.json).write_text(json.dumps([asdict(result) for result in results], indent=2))
     if options.plot:
         plot(results, options.plot)
 
 
-def _tried(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, options: Any) -> list[Found]:
+def _tried(way: Way, lab: Sequence[Host], *, workers: int, mbit_s: float, options: Any) -> list[Measurement]:
     paces = [Pace(options.slower if host == workers - 1 else 1.0, options.pause_s, host * PERIOD // workers)
              for host in range(workers)]
     try:
-        one = run(way, lab, workers=workers, mbit_s=mbit_s, step_s=options.step_s, megabytes=options.megabytes,
-                  steps=options.steps, paces=paces)
+        result = run(way, lab, workers=workers, mbit_s=mbit_s, step_s=options.step_s, megabytes=options.megabytes,
+                     steps=options.steps, paces=paces)
     except Failed as error:
         print(f"{way.name} on {workers} hosts failed: {error}", file=sys.stderr, flush=True)
         return []
-    print(f"{way.name} on {workers}: {one.step_s:.2f} s a step, {100 * one.efficiency:.1f} %", file=sys.stderr,
+    print(f"{way.name} on {workers}: {result.step_s:.2f} s a step, {100 * result.efficiency:.1f} %", file=sys.stderr,
           flush=True)
-    return [one]
+    return [result]
 
 
 if __name__ == "__main__":

@@ -249,5 +249,5 @@ if __name__ == "__main__":
     parser.add_argument("--plan", default="data=2")
     parser.add_argument("--steps", type=int, default=9000)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args(sys.argv[1:])
-    main(asked.mtbf_s, asked.ways, asked.plan, asked.steps, as_json=asked.json)
+    options = parser.parse_args(sys.argv[1:])
+    main(options.mtbf_s, options.ways, options.plan, options.steps, as_json=options.json)

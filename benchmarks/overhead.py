@@ -70,5 +70,5 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", nargs="+", default=tuple(JOBS), choices=tuple(JOBS))
     parser.add_argument("--plans", nargs="+", default=PLANS)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args(sys.argv[1:])
-    main(asked.pairs, asked.jobs, asked.plans, as_json=asked.json)
+    options = parser.parse_args(sys.argv[1:])
+    main(options.pairs, options.jobs, options.plans, as_json=options.json)

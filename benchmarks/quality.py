@@ -67,7 +67,7 @@ WAYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Measurement:
     """sent_bytes: by a rank, on average. accuracy: None where the job has none."""
 
     way: str
@@ -79,7 +79,7 @@ class Found:
 
 
 def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int,
-        synchronous_first: int = 0) -> Found:
+        synchronous_first: int = 0) -> Measurement:
     """Train once; so many steps first as the synchronous way does.
 
     Raises:
@@ -99,8 +99,8 @@ def run(way: str, subject: Subject, settings: Mapping[str, str], *, workers: int
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
         lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
         losses = [line["loss"] for line in lines if "loss" in line]
-    return Found(way, statistics.fmean(losses[-LAST:]), summary["validation_loss"],
-                 summary["metrics"].get("accuracy"), _sent_bytes(summary), summary["wall_s"])
+    return Measurement(way, statistics.fmean(losses[-LAST:]), summary["validation_loss"],
+                       summary["metrics"].get("accuracy"), _sent_bytes(summary), summary["wall_s"])
 
 
 def _sent_bytes(summary: Mapping[str, Any]) -> float:
@@ -111,15 +111,15 @@ def _sent_bytes(summary: Mapping[str, Any]) -> float:
                for worker in summary["workers"].values()) / summary["world_size"]
 
 
-def table(results: Sequence[Found]) -> str:
+def table(results: Sequence[Measurement]) -> str:
     """A row a way; losses also beside the synchronous one's."""
     first = results[0]
     rows = [f"{'way':<32}{'training':>18}{'validation':>18}{'accuracy':>10}{'MB sent':>10}{'fewer':>9}"]
-    for one in results:
-        accuracy = "-" if one.accuracy is None else f"{100 * one.accuracy:.1f} %"
-        rows.append(f"{one.way:<32}{_beside(one.training_loss, first.training_loss):>18}"
-                    f"{_beside(one.validation_loss, first.validation_loss):>18}{accuracy:>10}"
-                    f"{one.sent_bytes / 1e6:>10.2f}{f'{first.sent_bytes / one.sent_bytes:.1f}x':>9}")
+    for result in results:
+        accuracy = "-" if result.accuracy is None else f"{100 * result.accuracy:.1f} %"
+        rows.append(f"{result.way:<32}{_beside(result.training_loss, first.training_loss):>18}"
+                    f"{_beside(result.validation_loss, first.validation_loss):>18}{accuracy:>10}"
+                    f"{result.sent_bytes / 1e6:>10.2f}{f'{first.sent_bytes / result.sent_bytes:.1f}x':>9}")
     return "\n".join(rows)
 
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--json", help="write every figure to this file")
     options = parser.parse_args()
     settings = dict(word.split("=", 1) for word in options.set)
-    results: list[Found] = []
+    results: list[Measurement] = []
     for way in dict.fromkeys([SYNCHRONOUS, *options.ways]):
         try:
             results.append(run(way, SUBJECTS[options.job], settings, workers=options.workers,
@@ -150,7 +150,7 @@ def main() -> None:
               flush=True)
     print(table(results), flush=True)
     if options.json:
-        Path(options.json).write_text(json.dumps([asdict(one) for one in results], indent=2))
+        Path(options.json).write_text(json.dumps([asdict(result) for result in results], indent=2))
 
 
 if __name__ == "__main__":

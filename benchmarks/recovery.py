@@ -105,7 +105,7 @@ def _digest(model: Path) -> str:
     return hashlib.sha256(model.read_bytes()).hexdigest()
 
 
-def _ours(plan: str, steps: int, width: int, undisturbed: dict[str, str]) -> Run:
+def _with_paceline(plan: str, steps: int, width: int, undisturbed: dict[str, str]) -> Run:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         run, whole = Path(folder) / "run", Path(folder) / "whole"
         words = "train", str(JOB), "--plan", plan, "--set", f"steps={steps}", "--set", f"width={width}", "--run"
@@ -161,7 +161,7 @@ def main(rounds: int, plans: Sequence[str], steps: int, width: int, *, as_json: 
     warn_if_busy()
     undisturbed: dict[str, str] = {}
     contenders: dict[str, tuple[str, Callable[[], Run]]] = {
-        plan: ("paceline", partial(_ours, plan, steps, width, undisturbed)) for plan in plans}
+        plan: ("paceline", partial(_with_paceline, plan, steps, width, undisturbed)) for plan in plans}
     contenders[TORCHRUN] = "torch", partial(_torchrun, steps, width)
     records: dict[str, Record[Run]] = measure(contenders, rounds=rounds, say=_say)
     if as_json:

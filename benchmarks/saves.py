@@ -96,5 +96,5 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args(sys.argv[1:])
-    main(asked.rounds, asked.plans, asked.width, asked.layers, asked.steps, as_json=asked.json)
+    options = parser.parse_args(sys.argv[1:])
+    main(options.rounds, options.plans, options.width, options.layers, options.steps, as_json=options.json)

@@ -37,7 +37,7 @@ def search(*words: str) -> dict[str, Any]:
         return study
 
 
-def ours_s(trials: int) -> float:
+def paceline_s(trials: int) -> float:
     began_s = time.perf_counter()
     study = search("--trials", str(trials), "--sampler", "random", "--pruner", "none",
                    *(word for setting in FIXED for word in ("--set", setting)))
@@ -45,7 +45,7 @@ def ours_s(trials: int) -> float:
     return time.perf_counter() - began_s
 
 
-def theirs_s(kind: str, trials: int) -> float:
+def peer_s(kind: str, trials: int) -> float:
     out = run_command([sys.executable, "-m", "benchmarks.contenders.search_trials", kind, str(trials), str(PROCESSES)])
     return float(json.loads(out.splitlines()[-1])["seconds"])
 
@@ -53,8 +53,8 @@ def theirs_s(kind: str, trials: int) -> float:
 def rate(rounds: int, trials: int) -> dict[str, Any]:
     """Seconds of the same number of trials, in turns."""
     seconds: dict[str, list[float]] = {"paceline": [], "optuna": [], "ray": []}
-    contenders = {"paceline": lambda: ours_s(trials), "optuna": lambda: theirs_s("optuna", trials),
-                  "ray": lambda: theirs_s("ray", trials)}
+    contenders = {"paceline": lambda: paceline_s(trials), "optuna": lambda: peer_s("optuna", trials),
+                  "ray": lambda: peer_s("ray", trials)}
     for number, name, result in take_turns(contenders, rounds=rounds):
         if isinstance(result, ContenderFailed):
             raise SystemExit(f"round {number + 1}: {name} failed: {result}")
@@ -72,13 +72,13 @@ def sooner(seeds: int, trials: int) -> dict[str, Any]:
     for seed in range(seeds):
         words = ("--trials", str(trials), "--seed", str(seed))
         plain = search(*words, "--sampler", "random", "--pruner", "none")
-        ours = search(*words)
+        searched = search(*words)
         target, budget_s = plain["best"]["value"], max(trial["ended_s"] for trial in plain["trials"])
-        reached = [trial["ended_s"] for trial in ours["trials"]
+        reached = [trial["ended_s"] for trial in searched["trials"]
                    if trial["state"] == "complete" and trial["value"] <= target]
         rows.append({"seed": seed, "target": target, "random_s": budget_s, "reached_s": min(reached, default=None),
-                     "best": ours["best"]["value"], "ours_s": max(trial["ended_s"] for trial in ours["trials"]),
-                     "test_accuracy": ours["test"]["accuracy"], "random_test_accuracy": plain["test"]["accuracy"]})
+                     "best": searched["best"]["value"], "ours_s": max(trial["ended_s"] for trial in searched["trials"]),
+                     "test_accuracy": searched["test"]["accuracy"], "random_test_accuracy": plain["test"]["accuracy"]})
         print(rows[-1], file=sys.stderr)
     times = [row["random_s"] / row["reached_s"] if row["reached_s"] else 0.0 for row in rows]  # 0: not at all
     return {"seeds": rows, "times_sooner": times, "median": statistics.median(times)}

@@ -88,7 +88,7 @@ def compare(records: Mapping[str, Record[Run]]) -> dict[str, Ratio]:
     """Ours by each peer's speed, pair by pair."""
     speeds = {name: record.all("samples_per_s") for name, record in records.items() if not record.skipped}
     pairs = {name: CONTENDERS[name].beside for name in speeds}
-    return {name: ratio(speeds[ours], speeds[name]) for name, ours in pairs.items() if ours in speeds}
+    return {name: ratio(speeds[contender], speeds[name]) for name, contender in pairs.items() if contender in speeds}
 
 
 def table(records: Mapping[str, Record[Run]], ratios: Mapping[str, Ratio]) -> str:

@@ -82,10 +82,10 @@ def cut_by_layers() -> float:
         return step_s(lopsided, "pipeline=2 microbatches=8", batch=BALANCE_BATCH)
 
 
-def compare(name: str, ours: Callable[[], float], other: Callable[[], float], *, rounds: int) -> tuple[Ratio, Any]:
-    """How much faster ours is, pair by pair."""
+def compare(name: str, candidate: Callable[[], float], other: Callable[[], float], *, rounds: int) -> tuple[Ratio, Any]:
+    """How much faster the candidate is than the other, pair by pair."""
     seconds: dict[str, list[float]] = {"ours": [], "other": []}
-    for _, contender, outcome in take_turns({"ours": ours, "other": other}, rounds=rounds):
+    for _, contender, outcome in take_turns({"ours": candidate, "other": other}, rounds=rounds):
         if isinstance(outcome, Exception):
             raise SystemExit(f"{name}: {outcome}")
         seconds[contender].append(outcome)

@@ -19,7 +19,7 @@ from benchmarks.turns import ROOT, ContenderFailed, paceline, ratio, run_command
 EXAMPLE = ROOT / "examples" / "01_digits.py"  # a small net: its step takes no time beside the start
 
 
-def ours_s() -> float:
+def paceline_s() -> float:
     """The run's own record says at what time the first step was done."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         run = Path(folder) / "run"
@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     warn_if_busy()
     seconds: dict[str, list[float]] = {"paceline": [], "torchrun": []}
-    for number, name, result in take_turns({"paceline": ours_s, "torchrun": bare_s}, rounds=options.rounds):
+    for number, name, result in take_turns({"paceline": paceline_s, "torchrun": bare_s}, rounds=options.rounds):
         if isinstance(result, ContenderFailed):
             raise SystemExit(f"round {number + 1}: {name} failed: {result}")
         seconds[name].append(result)

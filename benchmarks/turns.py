@@ -39,8 +39,8 @@ class Ratio:
         return f"{self.median:.3f}" + ("" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]")
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Ours by theirs, pair by pair: the median and its 95 % interval.
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """The numerators by the denominators, pair by pair: the median and its 95 % interval.
 
     The interval is that of the sign test: the k-th smallest and k-th greatest ratio, with the greatest k that covers
     the median in at least 95 % of experiments. It supposes nothing about the noise but that pairs are independent,
@@ -51,7 +51,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     >>> ratio([1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 9)
     Ratio(median=5.0, low=2.0, high=8.0)
     """
-    pairs = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    pairs = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
     outside = _outside(len(pairs))
     low, high = (None, None) if outside is None else (pairs[outside], pairs[-1 - outside])
     return Ratio(float(statistics.median(pairs)), low, high)

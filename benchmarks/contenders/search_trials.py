@@ -50,15 +50,15 @@ def run_optuna(trials: int, processes: int) -> None:
 
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
 
-    def one(_: int) -> None:
-        asked = study.ask()
-        lr = asked.suggest_float("lr", 1e-4, 1e-1, log=True)
+    def run_trial(_: int) -> None:
+        trial = study.ask()
+        lr = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
         ran = subprocess.run([sys.executable, "-m", "benchmarks.contenders.search_trials", "trial", str(lr), "1"],
                              capture_output=True, text=True, check=True)
-        study.tell(asked, float(ran.stdout.split()[-1]))
+        study.tell(trial, float(ran.stdout.split()[-1]))
 
     with ThreadPoolExecutor(processes) as workers:
-        list(workers.map(one, range(trials)))
+        list(workers.map(run_trial, range(trials)))
 
 
 def run_ray(trials: int, processes: int) -> None:

@@ -49,11 +49,11 @@ def _picture(lanes: Sequence[str], boxes: Sequence[tuple[int, float, float, str,
 def _draw_held(axes: Axes, holds: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     """A column a rank, a row a quantity: the coloured part is what the rank has of the whole."""
     num_ranks = max(map(len, holds.values()))
-    for row, (what, parts) in enumerate(holds.items()):
+    for row, (quantity, parts) in enumerate(holds.items()):
         for rank, (begin, end) in enumerate(parts):
             axes.add_patch(Rectangle((rank + 0.08, row + 0.12), 0.84, 0.76, fill=False, edgecolor="#bdc1c6"))
             axes.add_patch(Rectangle((rank + 0.08 + 0.84 * begin, row + 0.12), 0.84 * (end - begin), 0.76,
-                                     facecolor=HELD[what]))
+                                     facecolor=HELD[quantity]))
     axes.set(xlim=(0, num_ranks), ylim=(len(holds), 0), title="what a rank holds")
     axes.set_xticks([rank + 0.5 for rank in range(num_ranks)], [str(rank) for rank in range(num_ranks)])
     axes.set_yticks([row + 0.5 for row in range(len(holds))], list(holds))

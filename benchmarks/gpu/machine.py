@@ -42,8 +42,8 @@ def _look() -> dict[str, Any]:
 
     count = torch.cuda.device_count()
     return {"gpus": [torch.cuda.get_device_name(index) for index in range(count)],
-            "access": [[one == other or torch.cuda.can_device_access_peer(one, other) for other in range(count)]
-                       for one in range(count)]}
+            "access": [[device == other or torch.cuda.can_device_access_peer(device, other) for other in range(count)]
+                       for device in range(count)]}
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def _contenders(gpus: int, folder: Path, python: Sequence[str], settings: list[s
         path = folder / f"host-{next(numbers)}"
         return path, settings_of({"noted": path})
 
-    def ours(plan: str, devices: str) -> dict[str, Any] | str:
+    def run_paceline(plan: str, devices: str) -> dict[str, Any] | str:
         noted, note = noting()
         ended = command.run(command.train(
             python, "gpt", plan, devices, folder / f"{next(numbers)}", "--steps",
@@ -60,7 +60,7 @@ def _contenders(gpus: int, folder: Path, python: Sequence[str], settings: list[s
                 "peak_memory_bytes": summary["peak_memory_bytes"], "step_s": summary["step_s"],
                 "predicted": summary["predicted"], "host_s": _host_s(noted)}
 
-    def theirs(*start: str, compiled: bool = False) -> dict[str, Any] | str:
+    def run_peer(*start: str, compiled: bool = False) -> dict[str, Any] | str:
         noted, note = noting()
         ended = command.run([*python, *start, *settings, *note, "--steps", str(steps),
                              *(["--compile"] if compiled else [])])
@@ -69,15 +69,15 @@ def _contenders(gpus: int, folder: Path, python: Sequence[str], settings: list[s
         return {**json.loads(ended.stdout.strip().splitlines()[-1]), "host_s": _host_s(noted)}
 
     contenders: dict[str, Callable[[], dict[str, Any] | str]] = {
-        "plain loop": lambda: theirs("-m", PEER),
-        "plain loop, torch.compile": lambda: theirs("-m", PEER, compiled=True),
-        "single": lambda: ours("single", "cuda:0"),
-        "single compile=blocks": lambda: ours("single compile=blocks", "cuda:0")}
+        "plain loop": lambda: run_peer("-m", PEER),
+        "plain loop, torch.compile": lambda: run_peer("-m", PEER, compiled=True),
+        "single": lambda: run_paceline("single", "cuda:0"),
+        "single compile=blocks": lambda: run_paceline("single compile=blocks", "cuda:0")}
     if gpus > 1:
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", PEER)
-        contenders["DistributedDataParallel"] = lambda: theirs(*torchrun)
+        contenders["DistributedDataParallel"] = lambda: run_peer(*torchrun)
         for plan in (f"data={gpus}", f"shard={gpus}"):
-            contenders[plan] = lambda plan=plan: ours(plan, f"cuda:0-{gpus - 1}")  # type: ignore[misc]
+            contenders[plan] = lambda plan=plan: run_paceline(plan, f"cuda:0-{gpus - 1}")  # type: ignore[misc]
     return contenders
 
 
@@ -115,11 +115,11 @@ def _row(model: str, precision: str, name: str, runs: Mapping[str, list[dict[str
         return row
     peer = "plain loop" if name.startswith(("plain loop", "single")) else "DistributedDataParallel"
     pairs = _ratios(runs, name, peer, "steps_per_s")
-    row |= {"steps_per_s": statistics.median(one["steps_per_s"] for one in runs[name]),
+    row |= {"steps_per_s": statistics.median(run["steps_per_s"] for run in runs[name]),
             "of": peer, "ratio": statistics.median(pairs) if pairs else None,
-            "host_s": statistics.median(one["host_s"] for one in runs[name]),
+            "host_s": statistics.median(run["host_s"] for run in runs[name]),
             "host ratio": statistics.median(_ratios(runs, name, peer, "host_s")) if pairs else None,
-            "peak_memory_bytes": max(one["peak_memory_bytes"] for one in runs[name]), "runs": runs[name]}
+            "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs[name]), "runs": runs[name]}
     predicted = runs[name][-1].get("predicted")
     if predicted:
         last = runs[name][-1]

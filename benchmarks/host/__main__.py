@@ -57,27 +57,27 @@ def main() -> None:
 
     library = str(build())
     warn_if_busy()
-    pairs = {ours: PAIRS[ours] for ours in options.plans}
-    names = [name for ours, (theirs, _) in pairs.items() for name in (theirs, ours)]
+    pairs = {plan: PAIRS[plan] for plan in options.plans}
+    names = [name for plan, (by_hand, _) in pairs.items() for name in (by_hand, plan)]
     records = measure({name: ("torch", partial(run, library, name, options.steps)) for name in names},
                       rounds=options.rounds,
                       say=lambda record: f"{1e3 * record.host_s:.2f} ms, "
                                          f"{1e3 * record.without_gloo_s:.2f} without gloo")
-    measured = {ours: theirs for ours, (theirs, _) in pairs.items()
-                if not (records[ours].skipped or records[theirs].skipped)}
-    ratios = {figure: {ours: ratio(records[ours].all(figure), records[theirs].all(figure))
-                       for ours, theirs in measured.items()} for figure in ("host_s", "without_gloo_s")}
+    measured = {plan: by_hand for plan, (by_hand, _) in pairs.items()
+                if not (records[plan].skipped or records[by_hand].skipped)}
+    ratios = {figure: {plan: ratio(records[plan].all(figure), records[by_hand].all(figure))
+                       for plan, by_hand in measured.items()} for figure in ("host_s", "without_gloo_s")}
     if options.json:
         print(json.dumps(document(records, ratios["host_s"] | {
-            f"{ours}, without gloo": value for ours, value in ratios["without_gloo_s"].items()}), indent=2))
+            f"{plan}, without gloo": value for plan, value in ratios["without_gloo_s"].items()}), indent=2))
         return
     print(f"{'':<10} {'host ms':>8}   {'by hand':<24} {'host ms':>8}   ratio, median of pairs [95 %], and its goal")
-    for ours, (theirs, goal) in pairs.items():
-        skipped = records[ours].skipped or records[theirs].skipped
-        print(f"{ours:<10} skipped: {skipped}" if skipped else
-              f"{ours:<10} {1e3 * records[ours].median('host_s'):>8.2f}   {theirs:<24} "
-              f"{1e3 * records[theirs].median('host_s'):>8.2f}   {ratios['host_s'][ours]}, at most {goal}; "
-              f"without gloo {ratios['without_gloo_s'][ours]}")
+    for plan, (by_hand, goal) in pairs.items():
+        skipped = records[plan].skipped or records[by_hand].skipped
+        print(f"{plan:<10} skipped: {skipped}" if skipped else
+              f"{plan:<10} {1e3 * records[plan].median('host_s'):>8.2f}   {by_hand:<24} "
+              f"{1e3 * records[by_hand].median('host_s'):>8.2f}   {ratios['host_s'][plan]}, at most {goal}; "
+              f"without gloo {ratios['without_gloo_s'][plan]}")
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def by_hand(rank: int, name: str, steps: int, store: str, result: str) -> None:
         dist.destroy_process_group()
 
 
-def ours(plan: str, steps: int, folder: Path) -> list[tuple[float, float]]:
+def with_paceline(plan: str, steps: int, folder: Path) -> list[tuple[float, float]]:
     """A run of Paceline's, whose rank 0 notes when each step has ended."""
     step, result = Stepper.step, folder / "ends"
     ends_s: list[tuple[float, float]] = []
@@ -142,7 +142,7 @@ def main(name: str, steps: int) -> None:
                 raise SystemExit(f"{name}: ranks ended with {[rank.exitcode for rank in ranks]}")
             ends_s = json.loads((folder / "ends").read_text())
         else:
-            ends_s = ours(name, steps, folder)
+            ends_s = with_paceline(name, steps, folder)
     print(json.dumps([[end - begin for begin, end in zip(before, after, strict=True)]
                       for before, after in pairwise(ends_s)]), flush=True)
     os._exit(0)  # threads of the pretended device have nothing left to do

@@ -43,7 +43,7 @@ class Pace:
         return {_PACE: json.dumps(asdict(self))}
 
     @classmethod
-    def own(cls) -> Pace:
+    def from_environment(cls) -> Pace:
         return cls(**json.loads(os.environ.get(_PACE, "{}")))
 
 
@@ -79,7 +79,7 @@ class _Device:
         time.sleep(max(0.0, self.end_s - time.perf_counter()))
 
 
-_DEVICE = _Device(Pace.own())
+_DEVICE = _Device(Pace.from_environment())
 
 
 class _Paced(torch.autograd.Function):

@@ -45,6 +45,6 @@ def predict(case: Case, program: Software | None = None) -> Prediction:
             problems.append(error)
     if not tried:
         raise problems[0]
-    if fitting := [one for one in tried if one.fits]:
-        return Prediction(case, min(fitting, key=lambda one: one.step_s))
-    return Prediction(case, min(tried, key=lambda one: max(need.missing_bytes for need in one.needs)))
+    if fitting := [candidate for candidate in tried if candidate.fits]:
+        return Prediction(case, min(fitting, key=lambda candidate: candidate.step_s))
+    return Prediction(case, min(tried, key=lambda candidate: max(need.missing_bytes for need in candidate.needs)))

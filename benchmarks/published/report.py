@@ -55,13 +55,13 @@ def constant(done: Sequence[Prediction]) -> Errors | None:
     return Errors(tuple(abs(flops / rate / step_s - 1) for flops, step_s in timed))
 
 
-def rank_correlation(ours: Sequence[float], measured: Sequence[float]) -> float:
+def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Spearman's, with equal ranks for ties.
 
     >>> rank_correlation([1, 2, 3], [10, 30, 20])
     0.5
     """
-    a, b = _ranks(ours), _ranks(measured)
+    a, b = _ranks(predicted), _ranks(measured)
     mean_a, mean_b = statistics.fmean(a), statistics.fmean(b)
     above = sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b, strict=True))
     below = math.sqrt(sum((x - mean_a) ** 2 for x in a) * sum((y - mean_b) ** 2 for y in b))
@@ -69,8 +69,8 @@ def rank_correlation(ours: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def _ranks(figures: Sequence[float]) -> list[float]:
-    return [sum(other < one for other in figures) + (sum(other == one for other in figures) - 1) / 2
-            for one in figures]
+    return [sum(other < figure for other in figures) + (sum(other == figure for other in figures) - 1) / 2
+            for figure in figures]
 
 
 @dataclass(frozen=True)
@@ -97,20 +97,21 @@ def choices(done: Iterable[Prediction]) -> list[Choice]:
         measured = [statistics.median(p.case.step_s or 0.0 for p in alike) for alike in by_plan.values()]
         if len(by_plan) < 3 or len(set(measured)) < 2:
             continue
-        ours = [statistics.median(p.estimate.step_s for p in alike) for alike in by_plan.values()]
-        first = min(range(len(ours)), key=ours.__getitem__)
-        planner_choices.append(Choice(len(by_plan), rank_correlation(ours, measured), measured[first] / min(measured)))
+        predicted = [statistics.median(p.estimate.step_s for p in alike) for alike in by_plan.values()]
+        first = min(range(len(predicted)), key=predicted.__getitem__)
+        planner_choices.append(Choice(len(by_plan), rank_correlation(predicted, measured),
+                                      measured[first] / min(measured)))
     return planner_choices
 
 
 def left_out(case: Case) -> Software:
     """The case's program as it is known without its source: what was fitted on it is the other programs' median."""
-    own = case.software
-    if case.source not in fitted_on(own.name):
-        return own
+    program = case.software
+    if case.source not in fitted_on(program.name):
+        return program
     others = [software(name) for name in software_names()
-              if name != own.name and fitted_on(name) and case.source not in fitted_on(name)]
-    return replace(own, **{name: statistics.median(getattr(one, name) for one in others) for name in FITTED})
+              if name != program.name and fitted_on(name) and case.source not in fitted_on(name)]
+    return replace(program, **{name: statistics.median(getattr(other, name) for other in others) for name in FITTED})
 
 
 def memory_errors(done: Iterable[Prediction]) -> list[float]:
@@ -162,11 +163,12 @@ def main(path: Path) -> int:
 
 
 def _line(source: str, done: Sequence[Prediction], without: Sequence[Prediction]) -> str:
-    ours, plain, apart = errors(done), constant(done), errors(without)
-    if ours is None or plain is None or apart is None:
+    planner_errors, plain, apart = errors(done), constant(done), errors(without)
+    if planner_errors is None or plain is None or apart is None:
         return f"{source:<14}{len(done):>5}  no times"
     groups = choices(done)
-    line = (f"{source:<14}{len(ours.parts):>5}{ours.mean:>7.1%}{ours.median:>8.1%}{ours.ninetieth:>7.1%}"
+    line = (f"{source:<14}{len(planner_errors.parts):>5}{planner_errors.mean:>7.1%}{planner_errors.median:>8.1%}"
+            f"{planner_errors.ninetieth:>7.1%}"
             f"{plain.median:>8.1%}{apart.median:>10.1%}")
     if groups:
         regrets = [group.regret for group in groups]
@@ -181,9 +183,9 @@ def _summary(done: dict[str, list[Prediction]], without: dict[str, list[Predicti
              everything: Sequence[Prediction]) -> None:
     medians = [source_errors.median for listed in done.values() if (source_errors := errors(listed))]
     apart = [source_errors.median for listed in without.values() if (source_errors := errors(listed))]
-    large = {source: (ours.median, plain.median) for source, listed in done.items()
-             if (ours := errors(listed)) and (plain := constant(listed)) and len(ours.parts) >= FEW}
-    beaten = [source for source, (ours, plain) in large.items() if ours < plain]
+    large = {source: (planner_errors.median, plain.median) for source, listed in done.items()
+             if (planner_errors := errors(listed)) and (plain := constant(listed)) and len(planner_errors.parts) >= FEW}
+    beaten = [source for source, (planner, plain) in large.items() if planner < plain]
     widths = [math.log(p.estimate.high_s / p.estimate.low_s) / 2 for p in everything if p.case.step_s]
     print(f"\nMean of the sources' medians: {statistics.fmean(medians):.1%}; left out: {statistics.fmean(apart):.1%}.\n"
           f"Below the constant on {len(beaten)} of {len(large)} sources with {FEW} rows or more.")
@@ -200,8 +202,8 @@ def _memory(done: dict[str, list[Prediction]]) -> None:
                   f"{statistics.median(map(abs, relative_errors)):>8.1%}")
     counted: Counter[str] = sum((out_of_memory(listed) for listed in done.values()), Counter())
     print("Predicted, measured: rows")
-    for what, count in sorted(counted.items()):
-        print(f"  {what:<26}{count:>5}")
+    for outcome, count in sorted(counted.items()):
+        print(f"  {outcome:<26}{count:>5}")
 
 
 assert set(FITTED) <= {field.name for field in fields(Software)}

@@ -312,8 +312,8 @@ def _stated(text: str, name: str, devices_per_node: int) -> Link | None:
         return link_of(known_link("omnipath-50"))
     if not re.search(r"\d", text):
         return None
-    own = re.search(rf"([\d.]+)(?: Gb/s)? \({name[:4].rstrip('-')}", text)
-    number = float((own or re.search(r"[\d.]+", text))[1 if own else 0])  # type: ignore[index]
+    device_match = re.search(rf"([\d.]+)(?: Gb/s)? \({name[:4].rstrip('-')}", text)
+    number = float((device_match or re.search(r"[\d.]+", text))[1 if device_match else 0])  # type: ignore[index]
     bytes_per_s = number * 1e9 / 8
     if "/GPU" not in text:
         bytes_per_s /= devices_per_node

@@ -57,16 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mbit-s", type=float, nargs="+", default=[100.0, 400.0, 1000.0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     results: dict[str, JobResult] = {}
     try:
-        for rate in asked.mbit_s:
-            results[f"{asked.hosts} hosts, {rate:g} Mbit/s"] = _measure(asked.hosts, rate, rounds=asked.rounds)
+        for rate in options.mbit_s:
+            results[f"{options.hosts} hosts, {rate:g} Mbit/s"] = _measure(options.hosts, rate, rounds=options.rounds)
     except NoLab as error:
         raise SystemExit(f"skipped: {error}") from None
     print(table(results))
-    if asked.json:
-        Path(asked.json).write_text(json.dumps({name: asdict(one) for name, one in results.items()}, indent=1))
+    if options.json:
+        Path(options.json).write_text(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
 
 
 def _measure(count: int, mbit_s: float, *, rounds: int) -> JobResult:
@@ -74,20 +74,20 @@ def _measure(count: int, mbit_s: float, *, rounds: int) -> JobResult:
     candidates = [Candidate(plan, estimate(profile(), plan, price, batch=count * SAMPLES, precision="bf16",
                                            software=PACED))
                   for plan in (Plan.parse(text.format(n=count)) for text in PLANS)]
-    ranked = RankedPlans(sorted(candidates, key=lambda one: one.estimate.step_s))
-    taken = [Measured.of(one, one) for one in candidates]
+    ranked = RankedPlans(sorted(candidates, key=lambda candidate: candidate.estimate.step_s))
+    taken = [Measured.of(candidate, candidate) for candidate in candidates]
     with hosts(count + 1, mbit_s=mbit_s) as lab:
         for _ in range(rounds):
-            for one in taken:
+            for row in taken:
                 try:
-                    way = Way(one.plan, one.plan)
-                    one.step_s.append(run(way, lab, workers=count, mbit_s=mbit_s, step_s=STEP_S, megabytes=MEGABYTES,
+                    way = Way(row.plan, row.plan)
+                    row.step_s.append(run(way, lab, workers=count, mbit_s=mbit_s, step_s=STEP_S, megabytes=MEGABYTES,
                                           steps=STEPS, paces=[Pace()] * count).step_s)
-                    print(f"{mbit_s:g} Mbit/s: {one.plan}: {one.step_s[-1]:.3f} s, {one.predicted_s:.3f} said",
+                    print(f"{mbit_s:g} Mbit/s: {row.plan}: {row.step_s[-1]:.3f} s, {row.predicted_s:.3f} said",
                           file=sys.stderr, flush=True)
                 except Failed as error:
-                    one.failed = str(error).partition("\n")[0]
-                    print(one.failed, file=sys.stderr, flush=True)
+                    row.failed = str(error).partition("\n")[0]
+                    print(row.failed, file=sys.stderr, flush=True)
     assert ranked.chosen is not None
     return JobResult(str(ranked.chosen.plan), taken, str(ranked.chosen.plan))
 

@@ -109,15 +109,15 @@ def expectation(contender: Contender, script: Script, job: str, setting: str,
     if job == "resume":
         script.run(job, setting, folder / "whole")
         return load(folder / "whole")
-    asked = Request(job, setting, folder, "")
+    request = Request(job, setting, folder, "")
     if contender.module == "with_keras":
         from benchmarks.trainers import with_keras
 
-        keras_model = with_keras.built(asked)
-        losses = train(asked.job, with_keras.InTraining(keras_model), contender.order_under(setting))
+        keras_model = with_keras.built(request)
+        losses = train(request.job, with_keras.InTraining(keras_model), contender.order_under(setting))
         return losses, with_keras.weights(keras_model)
-    model: nn.Module = asked.job.model()
-    losses = train(asked.job, model, contender.order_under(setting))
+    model: nn.Module = request.job.model()
+    losses = train(request.job, model, contender.order_under(setting))
     return losses, model.state_dict()
 
 

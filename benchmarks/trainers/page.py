@@ -143,8 +143,8 @@ def reasons(rows: Sequence[Result]) -> Iterator[str]:
         how = "" if row.setting == AS_DOCUMENTED else f" with {CONTENDERS[row.trainer].settings[row.job][row.setting]}"
         explained.setdefault(text, {}).setdefault(how, []).append(row.trainer)
     for text, by_how in explained.items():
-        who = "; ".join(f"{_listed(trainers)}{how}" for how, trainers in by_how.items())
-        yield wrapped(f"- {who}: {text}", indent="  ")
+        subject = "; ".join(f"{_listed(trainers)}{how}" for how, trainers in by_how.items())
+        yield wrapped(f"- {subject}: {text}", indent="  ")
     for trainer in dict.fromkeys(row.trainer for row in rows):
         if note := NOTES.get((trainer, rows[0].job)):
             yield wrapped(f"- {trainer}: {note}", indent="  ")

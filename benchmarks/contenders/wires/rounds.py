@@ -67,12 +67,12 @@ def measure(server: ServerOf, client: ClientOf, *, seat: Seat, rounds: int) -> d
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for number in range(-1, seat.clients):
-        ours, theirs = context.Pipe()
-        work = (_serve, server, seat, theirs) if number < 0 else (_push_pull, client, seat, theirs, number, rounds)
+        parent, child = context.Pipe()
+        work = (_serve, server, seat, child) if number < 0 else (_push_pull, client, seat, child, number, rounds)
         process = context.Process(target=_told, args=work)
         process.start()
-        theirs.close()
-        pipes.append(ours)
+        child.close()
+        pipes.append(parent)
         processes.append(process)
     try:
         _hear(pipes)  # all are warm
@@ -105,8 +105,8 @@ def _push_pull(client: ClientOf, seat: Seat, pipe: Connection, number: int, roun
     gradient, weights = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
     gradient[:seat.clients] = 0  # where a server that sums finds each client's alone
 
-    def take(these: range) -> None:
-        for round in these:
+    def take(numbers: range) -> None:
+        for round in numbers:
             gradient[number] = round
             push_pull(gradient)
             if weights[number] != round:
