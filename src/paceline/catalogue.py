@@ -148,10 +148,10 @@ def software_of(name: str, stated: dict[str, Any]) -> Software:
     return Software(name=name, kernels=Kernels(**kernels), formats=Formats(**{"activation": 2, **formats}), **rates)
 
 
-def _entry(table: str, what: str, name: str) -> dict[str, Any]:
+def _entry(table: str, kind: str, name: str) -> dict[str, Any]:
     known = _read()[table]
     if name not in known:
-        raise ClusterError(f"unknown {what} '{name}', {nearest(name, known)}")
+        raise ClusterError(f"unknown {kind} '{name}', {nearest(name, known)}")
     entry: dict[str, Any] = known[name]
     return entry
 

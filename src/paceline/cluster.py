@@ -131,17 +131,17 @@ class Device:
         if self.kind == "cpu":
             stated = self.flops_per_s and self.memory_bytes_per_s
             return self.flops_per_s / self.memory_bytes_per_s if stated else CPU_FLOPS_PER_BYTE  # type: ignore[operator]
-        what = self.accelerator or named_by_driver(self.name) or known_accelerator("A100")
-        return what.product_flops_per_s(precision) * what.product_reached / what.memory_bytes_per_s
+        accelerator = self.accelerator or named_by_driver(self.name) or known_accelerator("A100")
+        return accelerator.product_flops_per_s(precision) * accelerator.product_reached / accelerator.memory_bytes_per_s
 
     @property
     def taken(self) -> str:
         """Why there is less memory than the device has; empty where there isn't."""
         if self.total_bytes is None:
             return ""
-        who = "; ".join(self.holders) or "processes the driver doesn't name"
+        holders = "; ".join(self.holders) or "processes the driver doesn't name"
         return (f"{self} has {self.memory_bytes / 2**30:.1f} GiB free of {self.total_bytes / 2**30:.1f}: "
-                f"the rest is held by {who}")
+                f"the rest is held by {holders}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +344,7 @@ class Cluster:
             for kind, index in named:
                 if kind == "cuda" and index >= len(here):
                     raise ClusterError(f"there is no cuda:{index}: this machine has {len(here)} GPUs",
-                                       hint=f"{_asked('cpu:0')} runs on the CPU")
+                                       hint=f"{_devices_option('cpu:0')} runs on the CPU")
         elif here and (num_ranks or 1) - num_cpu_ranks <= len(here):
             num_gpu_ranks = len(here) if num_ranks is None else num_ranks - num_cpu_ranks
             named = _with_cpus([("cuda", i) for i in range(num_gpu_ranks)], num_cpu_ranks, "")
@@ -354,11 +354,11 @@ class Cluster:
             raise ClusterError(
                 f"{needed} ranks{beside or ''} need {needed} GPUs and this machine has {len(here)}",
                 hint=f"a plan of at most {len(here)} rank{'s' * (len(here) > 1)}{beside or ''}, or "
-                     f"{_asked(f'cpu:0-{num_ranks - 1}')}; for a test, {_asked(f'{needed}xcuda:0')} lets ranks share a "
-                     "GPU")
+                     f"{_devices_option(f'cpu:0-{num_ranks - 1}')}; for a test, "
+                     f"{_devices_option(f'{needed}xcuda:0')} lets ranks share a GPU")
         elif idle := unusable():
             cpus = f"cpu:0-{num_ranks - 1}" if num_ranks and num_ranks > 1 else "cpu:0"
-            raise ClusterError(idle.reason, hint=f"{idle.way_out}; {_asked(cpus)} trains on the CPU")
+            raise ClusterError(idle.reason, hint=f"{idle.way_out}; {_devices_option(cpus)} trains on the CPU")
         else:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
         num_cpu, sharing = sum(kind == "cpu" for kind, _ in named), Counter(named)
@@ -427,9 +427,9 @@ def threads_of_a_rank(num_ranks: int) -> int:
     Where a run's hosts are containers of one machine, `paceline launch docker` tells each one how many they are: each
     sees all cores.
     """
-    asked, hosts = (os.environ.get(name, "") for name in ("OMP_NUM_THREADS", HOSTS_HERE))
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
+    omp_threads, hosts = (os.environ.get(name, "") for name in ("OMP_NUM_THREADS", HOSTS_HERE))
+    if omp_threads.isdecimal() and int(omp_threads) > 0:
+        return int(omp_threads)
     return max(1, usable_cores() // (num_ranks * (max(1, int(hosts)) if hosts.isdecimal() else 1)))
 
 
@@ -481,7 +481,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     yield root
 
 
-def _asked(devices: str) -> str:
+def _devices_option(devices: str) -> str:
     """How a user asks for devices, of a command and of a function."""
     return f'--devices {devices} (in Python devices="{devices}")'
 

@@ -32,10 +32,10 @@ class HostError(UsageError):
 
 
 class MissingPackage(HostError):
-    """A package that is not installed. what: the thing that needs it. install: what follows 'pip install'."""
+    """A package that is not installed. feature: what needs it. install: what follows 'pip install'."""
 
-    def __init__(self, what: str, package: str | None, *, install: str) -> None:
-        super().__init__(f"{what} needs the package '{package}', which is not installed",
+    def __init__(self, feature: str, package: str | None, *, install: str) -> None:
+        super().__init__(f"{feature} needs the package '{package}', which is not installed",
                          hint=f"pip install {install}")
 
 

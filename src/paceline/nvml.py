@@ -92,7 +92,7 @@ class Cards:
 
 def read() -> Cards | None:
     """Ask NVML everything; None where the package or the library is missing, or the driver doesn't answer."""
-    return _asked(_read)
+    return _with_nvml(_read)
 
 
 def read_memory(uuid: str) -> Card | None:
@@ -104,10 +104,10 @@ def read_memory(uuid: str) -> Card | None:
                 return same
         return None
 
-    return _asked(ask)
+    return _with_nvml(ask)
 
 
-def _asked(ask: Callable[[Any], Any]) -> Any:
+def _with_nvml(ask: Callable[[Any], Any]) -> Any:
     try:
         import pynvml as nvml
     except ImportError:

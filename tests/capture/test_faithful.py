@@ -128,7 +128,7 @@ def test_a_lost_backward_hook_is_seen() -> None:
 
     seen = first_difference(model, captured, *Batch(2).arguments())
 
-    assert seen is not None and seen.what == "the gradient of '0.weight' differs"
+    assert seen is not None and seen.description == "the gradient of '0.weight' differs"
 
 
 def test_parameters_that_a_forward_edits_are_put_back() -> None:

@@ -39,7 +39,7 @@ class Monitor:
     def is_of_epochs(self) -> bool:
         return self.name == "loss"
 
-    def problem(self, job: Job, who: str) -> str | None:
+    def problem(self, job: Job, callback_name: str) -> str | None:
         """Why a job has no such figure; None if it has."""
         known: Iterable[str] = ("loss",)
         if job.validation is not None:
@@ -47,8 +47,8 @@ class Monitor:
         if self.name in known:
             return None
         if job.validation is None and self.name == "validation_loss":
-            return f"{who} looks at validation_loss, and the job has no validation data: give validation="
-        return f"{who} looks at {self.name!r}, which this job does not compute: {nearest(self.name, known)}"
+            return f"{callback_name} looks at validation_loss, and the job has no validation data: give validation="
+        return f"{callback_name} looks at {self.name!r}, which this job does not compute: {nearest(self.name, known)}"
 
     def is_better(self, value: float, than: float | None, *, by: float = 0.0) -> bool:
         """Whether a value is better than another by more than so much; NaN never is.

@@ -27,10 +27,13 @@ MAX_BYTES = 64 * 1024**2  # of parameters: a larger model would need too much me
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that a capture computes otherwise. path: of the module that it is about; "" for the model."""
+    """The first thing that a capture computes otherwise.
+
+    path: of the module that it is about; "" for the model. description: of what differs.
+    """
 
     path: str
-    what: str
+    description: str
 
 
 def is_comparable(model: nn.Module) -> bool:
@@ -64,7 +67,7 @@ def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], 
                 except Exception as error:
                     return Difference("", f"{type(error).__name__}: {error}")
                 difference = _compare(figures, actual)
-                if difference is not None and not difference.path and difference.what == OUTPUT:
+                if difference is not None and not difference.path and difference.description == OUTPUT:
                     return replace(difference, path=modules.first_other(capture, made, number))
                 if difference is not None:
                     return difference

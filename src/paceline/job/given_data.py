@@ -76,17 +76,17 @@ def _evaluated(job: Any, name: str, collate: Callable[..., Any] | None) -> Chang
         return {}
     if not loaders.is_loader(value):
         return _changed(job, name, collate)
-    data, theirs = loaders.evaluated(value, name=name)
-    changes: Changes = {name: data, **_changed(job, name, theirs, value=data)}
-    if theirs is collate:
+    data, loader_collate = loaders.evaluated(value, name=name)
+    changes: Changes = {name: data, **_changed(job, name, loader_collate, value=data)}
+    if loader_collate is collate:
         return changes
     from torch.utils.data import default_collate
 
-    theirs = theirs or default_collate
-    if job.validation_collate not in (None, theirs):
+    loader_collate = loader_collate or default_collate
+    if job.validation_collate not in (None, loader_collate):
         raise JobError(f"validation_collate is given, and {name} is a DataLoader that has its own collate_fn",
                        hint=f"leave one of them out: {name}=loader.dataset has none")
-    return {**changes, "validation_collate": theirs}
+    return {**changes, "validation_collate": loader_collate}
 
 
 def _changed(job: Any, name: str, collate: Callable[..., Any] | None, *, value: Any = None) -> Changes:

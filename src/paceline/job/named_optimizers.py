@@ -44,8 +44,8 @@ class NamedOptimizers(torch.optim.Optimizer):
         for parameter_name, p in named:
             users = [name for name, each in specs.items() if _updates(name, each, parameter_name, p)]
             if len(users) != 1:
-                what = f"the optimizers {' and '.join(map(repr, users))}" if users else "no optimizer"
-                raise JobError(f"'{parameter_name}' is updated by {what}", hint=(
+                updaters = f"the optimizers {' and '.join(map(repr, users))}" if users else "no optimizer"
+                raise JobError(f"'{parameter_name}' is updated by {updaters}", hint=(
                     "each trainable parameter has one optimizer; a model that is not trained is a follower, "
                     "followers={\"teacher\": pl.frozen(build)}"))
             assigned[users[0]].append((parameter_name, p))

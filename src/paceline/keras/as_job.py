@@ -92,7 +92,7 @@ class Ports:
             return cls(tuple(structure), dict)
         return cls(tuple(names), type(structure) if isinstance(structure, list | tuple) else None)
 
-    def named(self, value: Any, what: str) -> Any:
+    def named(self, value: Any, description: str) -> Any:
         """Arrays by name; one that is alone as it is.
 
         Raises:
@@ -107,7 +107,7 @@ class Ports:
             named = dict(zip(self.names, value, strict=True))
         else:
             given = sorted(value) if isinstance(value, Mapping) else type(value).__name__
-            raise JobError(f"{what} is {given}, and the model has {', '.join(self.names)}",
+            raise JobError(f"{description} is {given}, and the model has {', '.join(self.names)}",
                            hint="a dictionary with these names, or a list in this order")
         return named if self.container is not None else named[self.names[0]]
 
@@ -225,11 +225,11 @@ def _problems(model: Any) -> Iterator[str]:
     if functional is None:
         yield "the model has no shapes yet: begin it with keras.Input, or call it once"
         return
-    for what, structure in (("inputs", functional._inputs_struct), ("outputs", functional._outputs_struct)):
+    for side, structure in (("inputs", functional._inputs_struct), ("outputs", functional._outputs_struct)):
         if any(isinstance(item, dict | list | tuple) for item in (
                 structure.values() if isinstance(structure, dict) else structure if isinstance(structure, list | tuple)
                 else ())):
-            yield f"the model's {what} are nested deeper than a dictionary or a list"
+            yield f"the model's {side} are nested deeper than a dictionary or a list"
             return
     if model.losses:
         yield "the model adds losses or regularises weights, which a job's loss does not see"

@@ -85,9 +85,9 @@ class Fault:
         match = _AT.fullmatch(text)
         is_cut, phases = kind == "cut", (*PHASES, *([_GRADIENTS] if kind == "flip" else []))
         if match is None or int(match[2]) < 1 or match[3] not in (None, *phases) or (match[4] and not is_cut):
-            option, who, more = kind.replace("_", "-"), "HOST" if is_cut else "RANK", "+SECONDS" if is_cut else ""
-            raise UsageError(f"--{option} {text} is not {who}@STEP or {who}@STEP:PHASE{more and f', or with {more}'}; "
-                             f"steps begin with 1, and phases are {', '.join(phases)}",
+            option, target, more = kind.replace("_", "-"), "HOST" if is_cut else "RANK", "+SECONDS" if is_cut else ""
+            raise UsageError(f"--{option} {text} is not {target}@STEP or {target}@STEP:PHASE"
+                             f"{more and f', or with {more}'}; steps begin with 1, and phases are {', '.join(phases)}",
                              hint=f"--{option} 1@50, or --{option} 1@50:save{more and f', or --{option} 1@50+20'}")
         return cls(kind, int(match[1]), int(match[2]), match[3], heals_s=float(match[4]) if match[4] else None)
 

@@ -65,8 +65,8 @@ def _main(parent_pid: int, request: int, answer: int, *descriptors: int) -> None
     die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for this one decides what it means
     ask_forks_about_cuda()
-    with open(answer, "wb") as ours:
-        ours.write(json.dumps(answer_of(lambda: _received(request)([*map(Connection, descriptors)]))).encode())
+    with open(answer, "wb") as pipe:
+        pipe.write(json.dumps(answer_of(lambda: _received(request)([*map(Connection, descriptors)]))).encode())
 
 
 def _received(request: int) -> Work:

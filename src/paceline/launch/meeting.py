@@ -122,8 +122,8 @@ class MeetingPlace:
         if store is None:
             raise RendezvousConnectionError(self.why_not())
         if self.epoch and self.epoch != self.standing.epoch:
-            who = "this host" if self.is_kept_here else f"host {self.standing.keeper}"
-            print(f"host {self.place.index}: {who} keeps the meeting place now, {_where(self.standing)}",
+            keeper = "this host" if self.is_kept_here else f"host {self.standing.keeper}"
+            print(f"host {self.place.index}: {keeper} keeps the meeting place now, {_where(self.standing)}",
                   file=sys.stderr, flush=True)
         self.epoch, self._lost, self._failed_s, self._enough_s = self.standing.epoch, 0, None, None
         return store

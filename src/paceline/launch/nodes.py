@@ -78,7 +78,7 @@ class NodesPool:
 
     def _greetings(self, timeout_s: float) -> dict[int, list[str]]:
         devices = {node: answer["devices"] if answer is not None else []
-                   for node, answer in answers_to_greetings(self._wire, timeout_s, what="devices").items()}
+                   for node, answer in answers_to_greetings(self._wire, timeout_s, expected="devices").items()}
         if not any(devices.values()):
             raise NodeRefused("all nodes were lost while they started", hint="Ray's logs of its workers say why")
         return devices
@@ -150,10 +150,10 @@ class NodesPool:
         return [Message(number, "lost", 0) for number in lost]
 
 
-def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, what: str) -> dict[int, dict[str, Any] | None]:
+def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, expected: str) -> dict[int, dict[str, Any] | None]:
     """What each node answers to what it was told first; None of one that was lost, which is dropped.
 
-    what: nodes are to give.
+    expected: what nodes are to give.
 
     Raises:
         NodeRefused: a node said why it can't ({"error", "hint"}), or did not answer in time.
@@ -164,7 +164,7 @@ def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, what: str) ->
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             silent = [name for node, name in enumerate(wire.names) if node not in answers]
-            raise NodeRefused(f"{' and '.join(silent)} gave no {what} within {timeout_s:.0f} s",
+            raise NodeRefused(f"{' and '.join(silent)} gave no {expected} within {timeout_s:.0f} s",
                               hint="is other work holding the node? a smaller --procs takes less of each")
         for node, line in wire.hear(left_s):
             answers[node] = None if line is None else json.loads(line)

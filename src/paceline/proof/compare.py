@@ -204,7 +204,7 @@ class Furthest:
 
     def describe(self, kind: str, *, num_ranks: int) -> str:
         after = f" after step {self.step + 1}"
-        what, when = {"initial": ("initial weight", ""), "gradient": ("gradient", f" in step {self.step + 1}"),
+        noun, when = {"initial": ("initial weight", ""), "gradient": ("gradient", f" in step {self.step + 1}"),
                       "weight": ("weight", after), "buffer": ("buffer", after),
                       "stored": ("what a checkpoint would hold", after)}[kind]
         name = self.name.partition("/")[2].rpartition("/")[0] or self.name if "/" in self.name else self.name
@@ -213,7 +213,7 @@ class Furthest:
                  else f" on rank {', '.join(map(str, self.ranks))}")
         others = "parameters" if kind in ("initial", "gradient", "weight") else "tensors"
         rest = f", and so are {self.others} other {others}" if self.others else ""
-        return (f"{what} of '{self.name}' (module {module}) is off by {self.off:.3g}{when}{where}, "
+        return (f"{noun} of '{self.name}' (module {module}) is off by {self.off:.3g}{when}{where}, "
                 f"{self.allowed:.3g} is allowed{rest}")
 
 
@@ -336,8 +336,8 @@ def _evaluation_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping
             continue
         off, allowed = abs(value - reference["evaluation"][name]), reference["evaluation_limit"][name]
         if not off <= allowed:
-            what = "loss" if name == "loss" else f"metric '{name}'"
-            return (f"the {what} of the evaluation after the last step is {value:.6g} and "
+            figure = "loss" if name == "loss" else f"metric '{name}'"
+            return (f"the {figure} of the evaluation after the last step is {value:.6g} and "
                     f"{reference['evaluation'][name]:.6g} on one device; {allowed:.3g} is allowed. It must be "
                     "a mean over its samples or (sum, count): a root or a logarithm of a mean is neither")
     return None

@@ -135,9 +135,10 @@ class ChangingBuffers:
                 agreed.append(present[name])
             if not (same_kind and same) and not isinstance(value, float) and name not in self._warned:
                 self._warned.add(name)
-                what = "all go on with the greatest" if same_kind and _is_number(value) else "each goes on with its own"
+                consequence = ("all go on with the greatest" if same_kind and _is_number(value) else
+                               "each goes on with its own")
                 logger.warning("replicas hold different values of the attribute '%s', which forwards change: %s; "
-                               "a buffer (register_buffer) of floats becomes the mean of all", name, what)
+                               "a buffer (register_buffer) of floats becomes the mean of all", name, consequence)
         return agreed
 
 

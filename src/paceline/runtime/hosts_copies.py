@@ -279,8 +279,8 @@ def _chosen(memory: _Memory, run_dir: Path, accept: Callable[[Checkpoint], str |
             if not point.is_live:
                 break
         else:
-            what = "state in memory of step {} is" if point.is_live else "copies in memory of step {} are"
-            logger.warning(f"the {what.format(point.step)} passed over: {why}")
+            description = "state in memory of step {} is" if point.is_live else "copies in memory of step {} are"
+            logger.warning(f"the {description.format(point.step)} passed over: {why}")
     return chosen[:1] + [point for point in chosen[1:] if not point.is_live]
 
 

@@ -51,14 +51,14 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
     return Tally(value.reshape(()), float(samples), is_mean=True)
 
 
-def _scalar(part: Any, what: str) -> torch.Tensor:
+def _scalar(part: Any, description: str) -> torch.Tensor:
     """A part of (sum, count) as a scalar tensor."""
     if isinstance(part, Real):
         return torch.as_tensor(float(part), dtype=torch.float64)
     if not isinstance(part, torch.Tensor):
-        raise TrainingError(f"{what} that is {type(part).__name__}", hint="(sum, count) are two scalars")
+        raise TrainingError(f"{description} that is {type(part).__name__}", hint="(sum, count) are two scalars")
     if part.numel() != 1:
-        raise TrainingError(f"{what} of shape {tuple(part.shape)}", hint="(sum, count) are two scalars")
+        raise TrainingError(f"{description} of shape {tuple(part.shape)}", hint="(sum, count) are two scalars")
     return part.reshape(())
 
 

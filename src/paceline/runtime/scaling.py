@@ -73,10 +73,10 @@ class LossScale:
         self.skipped_steps, self.skipped_in_a_row, self.grown_steps = (
             self.skipped_steps + 1, self.skipped_in_a_row + 1, 0)
         if self.scale <= LEAST_SCALE:
-            what = ("gradients are infinite or not a number (NaN)" if math.isfinite(loss) else
-                    f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'}")
+            problem = ("gradients are infinite or not a number (NaN)" if math.isfinite(loss) else
+                       f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'}")
             raise TrainingError(
-                f"{what} in step {step + 1} at a loss scale of {self.scale:g}, the smallest; "
+                f"{problem} in step {step + 1} at a loss scale of {self.scale:g}, the smallest; "
                 f"{self.skipped_in_a_row} steps in a row were skipped, and the weights are those from before them",
                 hint='precision="bf16", which has the range of float32; a lower learning rate, clip=1.0, or a look at '
                      "the samples of these steps")

@@ -132,13 +132,13 @@ class Spikes:
         self.in_a_row, self.num_spikes = int(saved["in_a_row"]), int(saved["num_spikes"])
 
 
-def _why(what: str, value: float, before: deque[float]) -> str:
+def _why(quantity: str, value: float, before: deque[float]) -> str:
     if not math.isfinite(value):
-        return f"{what} is {'infinite' if math.isinf(value) else 'not a number (NaN)'}"
+        return f"{quantity} is {'infinite' if math.isinf(value) else 'not a number (NaN)'}"
     if 2 * len(before) < LATEST_STEPS:
         return ""
     mean = statistics.fmean(before)
     spread = max(statistics.stdev(before, mean), LEAST_SPREAD * abs(mean))
     if value <= mean + SIGMAS * spread:
         return ""
-    return f"{what} is {value:.4g}, and the mean of the {len(before)} steps before is {mean:.4g} +- {spread:.2g}"
+    return f"{quantity} is {value:.4g}, and the mean of the {len(before)} steps before is {mean:.4g} +- {spread:.2g}"

@@ -317,24 +317,25 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
             if key not in ("params", "param_names")}
 
 
-def _plain(value: Any, what: str) -> Any:
+def _plain(value: Any, description: str) -> Any:
     """The value if JSON gives it back, scalar tensors as numbers."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-        return {"__items__": [[key, _plain(item, what)] for key, item in value.items()]}  # MultiStepLR's milestones
+        # MultiStepLR's milestones
+        return {"__items__": [[key, _plain(item, description)] for key, item in value.items()]}
     if isinstance(value, dict):
-        return {key: _plain(item, what) for key, item in value.items()}
+        return {key: _plain(item, description) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(item, what) for item in value]
+        return [_plain(item, description) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     try:
         json.dumps(value)
     except TypeError:
-        raise JobError(f"{what} holds a {type(value).__name__}, which a checkpoint can't keep without pickle",
+        raise JobError(f"{description} holds a {type(value).__name__}, which a checkpoint can't keep without pickle",
                        hint="a schedule built from numbers, such as LambdaLR or CosineAnnealingLR") from None
     return value
 

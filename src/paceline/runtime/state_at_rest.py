@@ -106,9 +106,9 @@ class StateAtRest:
 
     def error(self, ranks: Sequence[int], changed: Sequence[str], after: str = "the update of") -> DriftError:
         """ranks: whose memory changed. changed: what of this one's. after: what of the step, in words."""
-        what = f"{changed[0]} and {len(changed) - 1} more" if len(changed) > 1 else "".join(changed) or "its state"
+        names = f"{changed[0]} and {len(changed) - 1} more" if len(changed) > 1 else "".join(changed) or "its state"
         return DriftError(
-            f"on {' and '.join(f'rank {rank}' for rank in ranks)}, {what} changed after {after} step "
+            f"on {' and '.join(f'rank {rank}' for rank in ranks)}, {names} changed after {after} step "
             f"{self.step}, and nothing was seen to write to it; no update was made with it",
             hint="faulty memory; or code of yours that writes through .data or NumPy between two updates, but not "
                  "between the first two. No checkpoint has it: --resume goes on from the newest one")

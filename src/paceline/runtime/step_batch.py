@@ -50,32 +50,32 @@ class StepBatch:
         """Of each micro-batch that is in its tensors."""
         return [max(piece.samples, 1) for piece in self._real]
 
-    def cut(self, value: Any, what: str) -> list[Any]:
+    def cut(self, value: Any, description: str) -> list[Any]:
         """Of each micro-batch, its rows of tensors that have all of them along dim 0; what it has itself of the batch.
 
         Raises:
-            TrainingError: a tensor has other samples; what: it is, in words.
+            TrainingError: a tensor has other samples; description: what it is.
         """
         if isinstance(value, StepBatch):
             return [piece.input for piece in value.pieces]
         starts = [sum(self.rows[:number]) for number in range(len(self.rows))]
         real = iter([(start, start + rows) for start, rows in zip(starts, self.rows, strict=True)])
         places = [next(real) if piece.samples else (0, 1) for piece in self.pieces]
-        return [self._part_of(value, start, end, what) for start, end in places]
+        return [self._part_of(value, start, end, description) for start, end in places]
 
-    def _part_of(self, value: Any, start: int, end: int, what: str) -> Any:
+    def _part_of(self, value: Any, start: int, end: int, description: str) -> Any:
         if is_list_of_samples(value, len(self)):
             return value[start:end]
         if isinstance(value, Mapping):
-            return {key: self._part_of(item, start, end, what) for key, item in value.items()}
+            return {key: self._part_of(item, start, end, description) for key, item in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self._part_of(item, start, end, what) for item in value)
-        return map_tensors(lambda t: self._rows_of(t, start, end, what), value)
+            return type(value)(self._part_of(item, start, end, description) for item in value)
+        return map_tensors(lambda t: self._rows_of(t, start, end, description), value)
 
-    def _rows_of(self, tensor: torch.Tensor, start: int, end: int, what: str) -> torch.Tensor:
+    def _rows_of(self, tensor: torch.Tensor, start: int, end: int, description: str) -> torch.Tensor:
         if tensor.ndim and len(tensor) != len(self):
-            raise TrainingError(f"{what} has a tensor of shape {tuple(tensor.shape)}, and the batch has {len(self)} "
-                                "samples along dim 0",
+            raise TrainingError(f"{description} has a tensor of shape {tuple(tensor.shape)}, and the batch has "
+                                f"{len(self)} samples along dim 0",
                                 hint="close over what belongs to no sample in the loss; ctx.run(..., cut=False) runs a "
                                      "model on inputs that are not cut")
         return tensor[start:end] if tensor.ndim else tensor

@@ -135,13 +135,13 @@ class WindowDraws(TorchDispatchMode):
         if kwargs.get("generator") is not None:
             if not is_cut and not self.is_step:
                 return func(*args, **kwargs)
-            raise TrainingError(f"{self._who} draws from a generator of its own ({func.overloadpacket.__name__}): each "
-                                "rank would draw other numbers, and a resumed run others again",
+            raise TrainingError(f"{self._source} draws from a generator of its own ({func.overloadpacket.__name__}): "
+                                "each rank would draw other numbers, and a resumed run others again",
                                 hint="leave generator= out: what is drawn is fixed by the seed and the step, and a "
                                      "sample gets the same numbers under every plan")
         if func.overloadpacket.__name__ == "randperm" and is_cut and args[0] == self.rows:
             raise TrainingError(
-                f"{self._who} draws torch.randperm({self.rows}) where it has {self.rows} of the step's {self.count} "
+                f"{self._source} draws torch.randperm({self.rows}) where it has {self.rows} of the step's {self.count} "
                 "samples: other samples would meet than on one device",
                 hint="everyone = ctx.gather(x), then everyone[torch.randperm(len(everyone))[ctx.places]]; what are no "
                      "samples is permuted in `with ctx.alike():`" if self.is_step else
@@ -155,7 +155,7 @@ class WindowDraws(TorchDispatchMode):
             return self._drawn(func, args, kwargs) if is_cut else func(*args, **kwargs)
 
     @property
-    def _who(self) -> str:
+    def _source(self) -> str:
         return "the step" if self.is_step else "collate"
 
     def _seed(self, *more: int) -> None:

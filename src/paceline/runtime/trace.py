@@ -48,10 +48,10 @@ class TraceRecorder:
             self.add(self._phase[0], "", self._phase[1], now_s)
         self._phase = (name, now_s)
 
-    def add(self, what: str, label: str, start_s: float, end_s: float) -> None:
+    def add(self, kind: str, label: str, start_s: float, end_s: float) -> None:
         """Times are of `time.perf_counter`."""
         if self.step in self.steps:
-            self.spans.append(TraceSpan(self.rank, what, label, start_s + self._offset_s, end_s + self._offset_s))
+            self.spans.append(TraceSpan(self.rank, kind, label, start_s + self._offset_s, end_s + self._offset_s))
 
     def write(self, folder: Path) -> None:
         (folder / f"trace-rank-{self.rank}.json").write_text(json.dumps([asdict(span) for span in self.spans]))
@@ -91,7 +91,7 @@ def picture(spans: Sequence[TraceSpan], *, world_size: int) -> str:
     first_s = min((span.start_s for span in spans), default=0.0)
     total_s = max((span.end_s for span in spans), default=1.0) - first_s
     scale = _WIDTH / max(total_s, 1e-9)
-    used = [what for what in COLOURS if any(span.what == what for span in spans)]
+    used = [kind for kind in COLOURS if any(span.what == kind for span in spans)]
     height = _ROW * (world_size + 2)
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 10}" height="{height}" '
              'font-family="sans-serif" font-size="11">', f'<rect width="100%" height="{height}" fill="white"/>']
@@ -105,10 +105,10 @@ def picture(spans: Sequence[TraceSpan], *, world_size: int) -> str:
         if width > 7 * len(span.label) and span.label:
             lines.append(f'<text x="{x + width / 2:.2f}" y="{y + 14}" fill="white" text-anchor="middle">'
                          f"{escape(span.label)}</text>")
-    for place, what in enumerate(used):
+    for place, kind in enumerate(used):
         x, y = _LEFT + 130 * place, _ROW * world_size + 8
-        lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[what]}"/>'
-                     f'<text x="{x + 16}" y="{y + 10}">{what}</text>')
+        lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[kind]}"/>'
+                     f'<text x="{x + 16}" y="{y + 10}">{kind}</text>')
     idle = idle_fraction(spans, world_size=world_size)
     lines.append(f'<text x="{_LEFT}" y="{_ROW * (world_size + 1) + 17}">{1e3 * total_s:.1f} ms, idle {100 * idle:.1f} '
                  "% (white)</text></svg>")

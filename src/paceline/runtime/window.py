@@ -79,9 +79,9 @@ class WindowWork:
                 raise _reads_shards("it became a DTensor")
         return value
 
-    def record(self, what: str, label: str, start_s: float, end_s: float) -> None:
+    def record(self, kind: str, label: str, start_s: float, end_s: float) -> None:
         if self.stepper.trace is not None:
-            self.stepper.trace.add(what, label, start_s, end_s)
+            self.stepper.trace.add(kind, label, start_s, end_s)
 
     def before_backward(self, microbatch: int) -> None:
         is_last = microbatch == len(self.batches) - 1
@@ -103,8 +103,8 @@ class WindowWork:
         self.set_aside = {}
 
 
-def _reads_shards(what: str) -> PlanRefused:
+def _reads_shards(evidence: str) -> PlanRefused:
     return PlanRefused("the loss uses parameters of the model, and under this plan a rank holds parts of them where "
-                       f"it is computed ({what})",
+                       f"it is computed ({evidence})",
                        hint="use a data=N plan, or shard=N zero=2, which keeps parameters whole between forward and "
                             "backward")

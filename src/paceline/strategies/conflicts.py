@@ -43,7 +43,7 @@ def check(plan: Plan) -> None:
     """
     for conflict in stated():
         if conflict.is_met(plan):
-            raise PlanError(f"plan '{plan}': {conflict.what} don't compose: {conflict.why}", hint=conflict.instead)
+            raise PlanError(f"plan '{plan}': {conflict.choices} don't compose: {conflict.why}", hint=conflict.instead)
 
 
 def check_own_step(plan: Plan) -> None:
@@ -55,8 +55,8 @@ def check_own_step(plan: Plan) -> None:
     for strategy in strategies():
         for conflict in strategy.own_step_conflicts:
             if conflict.is_met(plan):
-                raise PlanError(f"plan '{plan}': {conflict.what} and a job with models= don't compose: {conflict.why}",
-                                hint=conflict.instead)
+                raise PlanError(f"plan '{plan}': {conflict.choices} and a job with models= don't compose: "
+                                f"{conflict.why}", hint=conflict.instead)
 
 
 def check_precision(plan: Plan, precision: Precision) -> None:
@@ -67,5 +67,5 @@ def check_precision(plan: Plan, precision: Precision) -> None:
     """
     for conflict in stated(precision):
         if conflict.is_met(plan):
-            raise PlanError(f"plan '{plan}': {conflict.what} and precision=\"{precision}\" don't compose: "
+            raise PlanError(f"plan '{plan}': {conflict.choices} and precision=\"{precision}\" don't compose: "
                             f"{conflict.why}", hint=conflict.instead)

@@ -80,7 +80,7 @@ class MicrobatchWork(Protocol):
     def before_backward(self, microbatch: int) -> None:
         """Tells the synchronisers."""
 
-    def record(self, what: str, label: str, start_s: float, end_s: float) -> None:
+    def record(self, kind: str, label: str, start_s: float, end_s: float) -> None:
         """Notes when something was done, by `time.perf_counter`; for traces."""
 
 

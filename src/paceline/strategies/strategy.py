@@ -30,10 +30,10 @@ Observation = Literal["writes", "writes to parts", "choices", "casts"]
 class Conflict:
     """Two choices that exclude each other.
 
-    what: as a user writes it. why: what goes wrong. instead: what to do.
+    choices: as a user writes them. why: what goes wrong. instead: what to do.
     """
 
-    what: str
+    choices: str
     why: str
     instead: str
     is_met: Callable[[Plan], bool]

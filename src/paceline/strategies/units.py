@@ -36,10 +36,10 @@ def is_callable(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted one's class has none
 
 
-def refuse_scripted(model: nn.Module, what: str) -> None:
+def refuse_scripted(model: nn.Module, plan_key: str) -> None:
     """
     Args:
-        what: The plan's key that needs hooks or forwards of its own, for the message.
+        plan_key: The plan's key that needs hooks or forwards of its own, for the message.
 
     Raises:
         PlanRefused: a module is compiled by torch.jit, and takes neither.
@@ -48,7 +48,7 @@ def refuse_scripted(model: nn.Module, what: str) -> None:
 
     for path, module in model.named_modules():
         if isinstance(module, ScriptModule):
-            raise PlanRefused(f"'{path}' is a scripted module (torch.jit), and {what} can't change how it runs",
+            raise PlanRefused(f"'{path}' is a scripted module (torch.jit), and {plan_key} can't change how it runs",
                               hint="use a data=N plan without recompute, or the module that it was made of")
 
 

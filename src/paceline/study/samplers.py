@@ -92,6 +92,6 @@ def make_pruner(pruner: str | BasePruner | None, *, num_objectives: int, evaluat
     return PRUNERS[name](optuna().pruners, evaluations)
 
 
-def _needs(package: str, what: str) -> None:
+def _needs(package: str, feature: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise MissingPackage(what, package, install="'paceline[search]'")
+        raise MissingPackage(feature, package, install="'paceline[search]'")

@@ -201,7 +201,7 @@ class _Attempts:
             greeting = asdict(TrainingGreeting(shared, str(Path.cwd()), tls.is_asked_for()))
             for node in range(len(places)):
                 wire.tell(node, json.dumps(greeting))
-            answers = answers_to_greetings(wire, _START_S, what="port")
+            answers = answers_to_greetings(wire, _START_S, expected="port")
         first = answers[0]
         if first is None or None in answers.values():
             return None

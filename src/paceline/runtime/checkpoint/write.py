@@ -510,8 +510,8 @@ class _Save:
             explained = error
         else:
             # A rank that gave up removes the folder under us: then its failure is the one to tell.
-            what = f"rank {self.rank} could not save step {self.step}"
-            explained = self._reported() or _explained(error, what, self.final, self._needed_bytes)
+            failure = f"rank {self.rank} could not save step {self.step}"
+            explained = self._reported() or _explained(error, failure, self.final, self._needed_bytes)
         # Word comes first, so that nobody wonders where the folder went; again after, as only then a full disk
         # may have room for it.
         self._report(explained)
@@ -651,10 +651,10 @@ def _heard(message: str, *, hint: str | None = None) -> CheckpointError:
     return error
 
 
-def _explained(error: Exception, what: str, path: Path, needed_bytes: int) -> CheckpointError:
+def _explained(error: Exception, failure: str, path: Path, needed_bytes: int) -> CheckpointError:
     """The failure for a user: which rank and path, what the disk has, what to do."""
     if not isinstance(error, OSError):
-        return CheckpointError(f"{what} to {path}: {type(error).__name__}: {error}")
+        return CheckpointError(f"{failure} to {path}: {type(error).__name__}: {error}")
     folder, free_bytes = _disk_of(path)
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -666,7 +666,7 @@ def _explained(error: Exception, what: str, path: Path, needed_bytes: int) -> Ch
         hint = f"make {folder} writable for this user, or use another folder (--run DIR)"
     else:
         hint = f"check {error.filename or folder}"
-    return CheckpointError(f"{what} to {path}: {why}",
+    return CheckpointError(f"{failure} to {path}: {why}",
                            hint=f"{hint}; checkpoints that were complete before are untouched")
 
 

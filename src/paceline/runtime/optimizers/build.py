@@ -82,8 +82,8 @@ def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     return Built(optimizer, groups, state, behaviour, gathered, own_parts)
 
 
-def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach], *, what: str) -> None:
-    """Refuse an optimizer that must see all parameters at once. what: of the plan lets ranks update parts of them.
+def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach], *, plan_key: str) -> None:
+    """Refuse an optimizer that must see all parameters at once. plan_key: what lets ranks update parts.
 
     Raises:
         PlanRefused: names a parameter whose update depends on others.
@@ -92,7 +92,7 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach],
     if coupled:
         raise PlanRefused(
             f"{type(optimizer).__name__} updates '{coupled[0]}' by other parameters' gradients or weights, and "
-            f"{what} lets each rank see some of them alone",
+            f"{plan_key} lets each rank see some of them alone",
             hint="use a data=N, shard=N or tensor=N plan, or an optimizer that treats each parameter by itself (AdamW, "
                  "SGD, Muon)")
 

@@ -72,10 +72,10 @@ def is_compiled(module: nn.Module) -> bool:
     return forward is not None
 
 
-def refuse_compiled(model: nn.Module, what: str) -> None:
+def refuse_compiled(model: nn.Module, plan_key: str) -> None:
     """
     Args:
-        what: The plan's key that needs the modules' own code, for the message.
+        plan_key: The plan's key that needs the modules' own code, for the message.
 
     Raises:
         PlanRefused: the user has compiled a module with torch.compile.
@@ -85,7 +85,7 @@ def refuse_compiled(model: nn.Module, what: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             where = f"'{path}'" if path else "the model"
-            raise PlanRefused(f"{where} is compiled by torch.compile already, and {what} needs its own code",
+            raise PlanRefused(f"{where} is compiled by torch.compile already, and {plan_key} needs its own code",
                               hint="leave out torch.compile where the model is built; compile=blocks in the plan "
                                    "compiles its blocks and leaves their parameters' names as they are")
 

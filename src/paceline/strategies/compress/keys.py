@@ -26,8 +26,8 @@ def _problems(plan: Plan) -> list[str]:
 def _relaxes(plan: Plan) -> str:
     if plan.modifiers.compress == "none":
         return ""
-    who = "workers and servers" if isinstance(plan.sync, Servers) else "replicas"
-    return f"what {who} send each other is compressed to {plan.modifiers.compress}"
+    senders = "workers and servers" if isinstance(plan.sync, Servers) else "replicas"
+    return f"what {senders} send each other is compressed to {plan.modifiers.compress}"
 
 
 KEYS = PlanKeys(keys=(COMPRESS,), problems=_problems, relaxes=_relaxes, exact=lambda plan: replace(

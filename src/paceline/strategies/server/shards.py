@@ -183,8 +183,8 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, compress:
         put(min(range(num_servers), key=lambda server: (loads[server], server)), number, 0,
             parameter.shape[0] if parameter.shape else 1)
     if not all(loads) and not tables:
-        what = "rows of parameters" if any(parameter.may_split for parameter in parameters) else "parameters"
-        raise PlanError(f"server={num_servers} servers and {len(parameters)} parameters: the model has too few {what} "
+        kind = "rows of parameters" if any(parameter.may_split for parameter in parameters) else "parameters"
+        raise PlanError(f"server={num_servers} servers and {len(parameters)} parameters: the model has too few {kind} "
                         "for each to hold some", hint=f"at most {sum(map(bool, loads))} servers")
     optimizers = list(dict.fromkeys(parameter.optimizer for parameter in parameters))
     # Last first, as backward makes them.

@@ -153,10 +153,10 @@ def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: 
                 break
             if not difference.path or _is_inside(difference.path, opaque):
                 where = f"'{difference.path}'" if difference.path else type(model).__name__
-                raise PlanRefused(f"{where} runs otherwise where the model is split: {difference.what}",
+                raise PlanRefused(f"{where} runs otherwise where the model is split: {difference.description}",
                                   hint=WHOLE_MODEL_PLANS)
-            reasons[difference.path] = difference.what
-            _take_whole(model, {difference.path: difference.what}, arguments, opaque, running)
+            reasons[difference.path] = difference.description
+            _take_whole(model, {difference.path: difference.description}, arguments, opaque, running)
     except CaptureFailed as failed:
         raise _refused(failed) from failed
     for path, why in reasons.items():

@@ -255,7 +255,7 @@ def _compare(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.T
     for name, gradient in zip(run.piece.parameters, grads, strict=False):
         if name in run.cuts and gradient is not None:  # each rank has its own part's, and zeros
             dist.all_reduce(gradient, group=run.mesh.get_group())
-    reason = next((f"split, its {what} differ by {off:.2g}" for what, off, allowed in
+    reason = next((f"split, its {kind} differ by {off:.2g}" for kind, off, allowed in
                    (*_distances("outputs", outputs, expected), *_distances("gradients", grads, expected_grads),
                     *_distances("buffers", buffers, expected_buffers)) if not off <= allowed), None)
     return expected, None if _agreed(reason is None, run.mesh) else reason or "it differs on another rank"

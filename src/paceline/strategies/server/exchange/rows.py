@@ -40,15 +40,15 @@ def tables(model: nn.Module) -> dict[str, Table]:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is not True:
             continue
-        what = f"'{name}' ({type(module).__name__}) makes sparse gradients"
+        problem = f"'{name}' ({type(module).__name__}) makes sparse gradients"
         if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise JobError(f"{what}, and servers know those of Embedding and EmbeddingBag alone",
+            raise JobError(f"{problem}, and servers know those of Embedding and EmbeddingBag alone",
                            hint="build it with sparse=False, or train it on one device")
         if module.max_norm is not None or module.scale_grad_by_freq:
-            raise JobError(f"{what} and has max_norm or scale_grad_by_freq, which look at rows that others touch",
+            raise JobError(f"{problem} and has max_norm or scale_grad_by_freq, which look at rows that others touch",
                            hint="leave them out, or build it with sparse=False")
         if users[id(module.weight)] > 1:
-            raise JobError(f"{what} and shares its weight with another module",
+            raise JobError(f"{problem} and shares its weight with another module",
                            hint="build it with sparse=False, or give each a weight of its own")
         if module.weight.requires_grad:
             modules[f"{name}.weight" if name else "weight"] = module

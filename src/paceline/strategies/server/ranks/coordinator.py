@@ -274,18 +274,18 @@ class Coordinator(Server):
             super().welcome(connection, peer)
             return
 
-        def note(who: Peer) -> None:
-            if who.role == Role.SERVER:  # as it comes: the main thread may be busy for long
-                self.followers_heard_s[who.number] = time.monotonic()
+        def note(sender: Peer) -> None:
+            if sender.role == Role.SERVER:  # as it comes: the main thread may be busy for long
+                self.followers_heard_s[sender.number] = time.monotonic()
 
-        def hear(who: Peer, message: dict[str, Any]) -> None:
-            note(who)
-            self.inbox.put((who, checked(who.role, message)))
+        def hear(sender: Peer, message: dict[str, Any]) -> None:
+            note(sender)
+            self.inbox.put((sender, checked(sender.role, message)))
 
         note(peer)
         self.inbox.put((peer, {"joined": connection}))
         listen_to(connection, peer, tell=hear,
-                  on_lost=lambda who, error: self.inbox.put((who, error)))
+                  on_lost=lambda sender, error: self.inbox.put((sender, error)))
 
     def run(self) -> dict[str, Any]:
         """Coordinate until the last step. Returns the summary.

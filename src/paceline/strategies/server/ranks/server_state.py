@@ -115,7 +115,7 @@ class ServerState:
         self.optimizer: torch.optim.Optimizer = built.optimizer
         self.groups, self.optimizer_state = built.groups, built.state
         if len(shards) > 1:
-            refuse_coupled(self.optimizer, built.behaviour.reach, what=f"server={len(shards)}")
+            refuse_coupled(self.optimizer, built.behaviour.reach, plan_key=f"server={len(shards)}")
         self.schedule = build_schedule(job, self.optimizer)
         self.updated: set[str] = set()  # slices of the update under way that have had theirs
         _hollow(model, frozen.values())
