@@ -51,12 +51,12 @@ class Recording(TorchDispatchMode):
         self.entries: list[Entry] = []
 
     def __enter__(self) -> Recording:
-        self._asked = dist.isend, dist.irecv
+        self._originals = dist.isend, dist.irecv
         dist.isend, dist.irecv = self._message("send", dist.isend), self._message("recv", dist.irecv)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        dist.isend, dist.irecv = self._asked
+        dist.isend, dist.irecv = self._originals
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,12 +66,12 @@ class Recording(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _message(self, kind: str, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(tensor: torch.Tensor, peer: int, group: Any = None, **options: Any) -> Any:
+        def recorded(tensor: torch.Tensor, peer: int, group: Any = None, **options: Any) -> Any:
             self.entries.append(Entry(kind, _group(group), peer, tuple(tensor.shape), _dtype(tensor),
                                       thread=threading.get_ident()))
             return _Noted(ask(tensor, peer, group=group, **options), len(self.entries) - 1, self.entries)
 
-        return asked
+        return recorded
 
 
 @dataclass
@@ -110,7 +110,7 @@ def of_a_schedule(model: torch.nn.Module, captured: Capture, example: torch.Tens
     staged = cut(captured, lambda piece: stage_of(place[piece.key], len(place)), ranks)
     weights = dict(model.named_parameters())
     microbatches = sorted({action.microbatch for order in orders for action in order})
-    asked, entries_by_rank = (dist.isend, dist.irecv), []
+    originals, entries_by_rank = (dist.isend, dist.irecv), []
     for rank in range(len(orders)):
         entries: list[Entry] = []
 
@@ -134,7 +134,7 @@ def of_a_schedule(model: torch.nn.Module, captured: Capture, example: torch.Tens
             engine.run(dict.fromkeys(microbatches, staged), dict.fromkeys(microbatches, captured.bind((example,), {})),
                        lambda number, output: output.sum())
         finally:
-            dist.isend, dist.irecv = asked
+            dist.isend, dist.irecv = originals
         entries_by_rank.append(entries)
     return entries_by_rank
 
@@ -220,10 +220,10 @@ def stuck(ranks: Sequence[Sequence[Entry]]) -> list[str]:
     while moved:
         moved = False
         for (rank, group, peer), mine in streams.items():
-            theirs = streams.get((peer, group, rank), [])
-            while mine and theirs and _can_meet(rank, mine[0], done) and _can_meet(peer, theirs[0], done) and (
-                    {mine[0][1].kind, theirs[0][1].kind} == {"send", "recv"}):
-                done |= {(rank, mine.pop(0)[0]), (peer, theirs.pop(0)[0])}
+            others = streams.get((peer, group, rank), [])
+            while mine and others and _can_meet(rank, mine[0], done) and _can_meet(peer, others[0], done) and (
+                    {mine[0][1].kind, others[0][1].kind} == {"send", "recv"}):
+                done |= {(rank, mine.pop(0)[0]), (peer, others.pop(0)[0])}
                 moved = True
     return [f"rank {rank}: {left[0][1].kind} with rank {peer}" for (rank, _, peer), left in streams.items() if left]
 

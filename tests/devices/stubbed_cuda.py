@@ -26,9 +26,9 @@ def stubbed_cuda(count: int = 2) -> Iterator[list[str]]:
     touched: list[str] = []
     parent = os.getpid()
 
-    def note(what: str) -> None:
+    def note(event: str) -> None:
         if os.getpid() == parent:
-            touched.append(what)
+            touched.append(event)
 
     def counted() -> int:
         note("counted devices")
@@ -57,12 +57,12 @@ def stubbed_cuda(count: int = 2) -> Iterator[list[str]]:
                      lambda index: SimpleNamespace(total_memory=80 * 2**30, name="Stub", major=9, minor=0,
                                                    multi_processor_count=132), create=True),
         patch.object(Path, "exists", lambda self, **options: str(self) == _DRIVER or exists(self, **options))]
-    for one in replaced:
-        one.start()
+    for replacement in replaced:
+        replacement.start()
     ask_forks_about_cuda.cache_clear()
     try:
         yield touched
     finally:
-        for one in reversed(replaced):
-            one.stop()
+        for replacement in reversed(replaced):
+            replacement.stop()
         ask_forks_about_cuda.cache_clear()

@@ -172,9 +172,9 @@ def test_a_stub_that_is_touched_is_seen(touched: list[str]):
 
 def test_a_fork_asks_for_its_thread_pool_before_it_has_threads(monkeypatch: pytest.MonkeyPatch):
     """Threads of autograd would race for it, and torch ends the process of one that finds none."""
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    assert in_a_fork(lambda: list(asked)) == [torch.get_num_threads()]
+    thread_counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", thread_counts.append)
+    assert in_a_fork(lambda: list(thread_counts)) == [torch.get_num_threads()]
 
 
 def test_what_a_fork_answers():

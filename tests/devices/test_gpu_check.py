@@ -69,16 +69,16 @@ def test_ranks_share_a_gpu_where_there_are_too_few(plan: str, gpus: int, expecte
 
 def test_relaxed_plans_are_compared_with_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """They are no device's; they run on CPUs for it, and those that are exact don't."""
-    asked: list[tuple[str, str]] = []
+    requested: list[tuple[str, str]] = []
 
     def note(given: list[str]) -> command.Ended:
-        asked.append((given[given.index("--plan") + 1], given[given.index("--devices") + 1]))
+        requested.append((given[given.index("--plan") + 1], given[given.index("--devices") + 1]))
         return ended()
 
     monkeypatch.setattr(command, "run", note)
     list(matrix.matrix(1, tmp_path, ["python"], lambda: False, [("blocks", "data=2"), ("blocks", "data=2 local=2")]))
-    assert asked == [("single", "cuda:0"), ("data=2", "2xcuda:0"), ("data=2 local=2", "cpu:0-1"),
-                     ("data=2 local=2", "2xcuda:0")]
+    assert requested == [("single", "cuda:0"), ("data=2", "2xcuda:0"), ("data=2 local=2", "cpu:0-1"),
+                         ("data=2 local=2", "2xcuda:0")]
 
 
 @pytest.mark.timeout(120)
@@ -109,13 +109,13 @@ def test_a_contender_that_fails_is_left_out():
     def run() -> dict[str, float]:
         return {"steps_per_s": next(runs), "peak_memory_bytes": 2**30, "host_s": 1.0}
 
-    asked = []
+    compiled = []
     rows = speed._beside("tiny", "float32", {"plain loop": run, "single": run,
-                                             "plain loop, torch.compile": lambda: asked.append(1) or "no compiler"},
+                                             "plain loop, torch.compile": lambda: compiled.append(1) or "no compiler"},
                          2, lambda: False)
     assert [row.get("ratio") for row in rows] == [1.0, 0.375, None]
     assert [row.get("host ratio") for row in rows] == [1.0, 1.0, None]
-    assert rows[2]["reason"] == "no compiler" and asked == [1]
+    assert rows[2]["reason"] == "no compiler" and compiled == [1]
 
 
 def test_why_a_command_failed():

@@ -92,8 +92,8 @@ def _near(value: Any, expected: Any) -> None:
         value, expected = list(value.values()), list(expected.values())
     if isinstance(expected, list):
         assert len(value) == len(expected)
-        for one, other in zip(value, expected, strict=True):
-            _near(one, other)
+        for item, other in zip(value, expected, strict=True):
+            _near(item, other)
     elif isinstance(expected, float):
         assert value == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
@@ -120,5 +120,5 @@ def test_a_model_trains_on_gpus_as_on_one_cpu(shop: Workshop, plan: str, devices
 def test_the_example_runs_with_one_gpu(workshops: Workshops, tmp_path: Path):
     """Its two ranks are on CPUs, and so is what they are compared with."""
     with workshops.open(tmp_path, devices=1) as shop:
-        one, two = shop.script(Path(__file__).parents[2] / "examples" / "07_keras.py").splitlines()
-    assert one.removeprefix("data=1: ") == two.removeprefix("data=2: ")
+        single, distributed = shop.script(Path(__file__).parents[2] / "examples" / "07_keras.py").splitlines()
+    assert single.removeprefix("data=1: ") == distributed.removeprefix("data=2: ")

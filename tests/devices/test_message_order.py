@@ -159,15 +159,15 @@ def sums_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def recorded(plan: str, job: Callable[[], paceline.Job] = job) -> list[list[Entry]]:
     """What each rank of the plan asks for in three steps."""
-    asked = resolve(job(), plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}")
-    load(asked.plan)
+    resolved = resolve(job(), plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}")
+    load(resolved.plan)
 
     def body(context: object) -> list[Entry]:
         with Recording() as recording:
-            train_rank(context, job(), asked.plan, Settings(None, asked.shares))
+            train_rank(context, job(), resolved.plan, Settings(None, resolved.shares))
         return recording.entries
 
-    entries_by_rank = run_local(lambda context: [entry.to_list() for entry in body(context)], asked.cluster.devices)
+    entries_by_rank = run_local(lambda context: [entry.to_list() for entry in body(context)], resolved.cluster.devices)
     return [[Entry.of_list(entry) for entry in entries] for entries in entries_by_rank]
 
 
@@ -307,14 +307,14 @@ def test_no_placement_stops(data: st.DataObject):
 
 def test_a_bucket_holds_gradients_of_one_stream(run_ranks: Callable[..., list[Any]]):
     """Shards come on the stream that reduces them, whole gradients on backward's; FSDP leaves scalars whole."""
-    asked = resolve(scalar_job(), "data=2 shard=2", devices="cpu:0-3")
-    load(asked.plan)
+    resolved = resolve(scalar_job(), "data=2 shard=2", devices="cpu:0-3")
+    load(resolved.plan)
 
     def kinds(context: Any) -> list[list[bool]]:
-        mesh = Mesh(asked.plan.axes.sizes(), context.rank)
+        mesh = Mesh(resolved.plan.axes.sizes(), context.rank)
         mesh.connect()
-        prepared = prepare_job(scalar_job(), plan=asked.plan, mesh=mesh, device=context.device)
-        buckets, = (one for one in prepared.synchronisers if isinstance(one, GradientBuckets))
+        prepared = prepare_job(scalar_job(), plan=resolved.plan, mesh=mesh, device=context.device)
+        buckets, = (each for each in prepared.synchronisers if isinstance(each, GradientBuckets))
         return [[isinstance(p, DTensor) for p in bucket] for bucket in buckets.buckets]
 
     buckets = run_ranks(kinds, 4)[0]
@@ -325,8 +325,8 @@ def test_a_bucket_holds_gradients_of_one_stream(run_ranks: Callable[..., list[An
 def test_what_nccl_would_hang_on_is_seen():
     """Two ranks that receive before they send: with one group they wait for ever, with one a direction they don't."""
     def ranks(groups: tuple[str, str]) -> list[list[Entry]]:
-        return [[Entry("recv", ((0, 1), groups[1 - own]), 1 - own), Entry("send", ((0, 1), groups[own]), 1 - own)]
-                for own in (0, 1)]
+        return [[Entry("recv", ((0, 1), groups[1 - rank]), 1 - rank), Entry("send", ((0, 1), groups[rank]), 1 - rank)]
+                for rank in (0, 1)]
 
     assert stuck(ranks(("both", "both"))) and not stuck(ranks(("ahead", "back")))
 

@@ -54,7 +54,8 @@ def means() -> dict[str, Any]:
         with WithoutRandomness() as random:
             drawn = _figures(model, x)
         plain = _figures(model.eval(), x)
-        observed[name] = {"off": max(float((one - other).abs().max()) for one, other in zip(drawn, plain, strict=True)),
+        observed[name] = {"off": max(float((figure - other).abs().max())
+                                     for figure, other in zip(drawn, plain, strict=True)),
                           "switched_off": sorted({name for names in random.off.values() for name in names}),
                           "left_on": sorted(random.left_on), "draws": len(random.drawn)}
     return observed
@@ -305,8 +306,8 @@ def ahead() -> dict[str, Any]:
             observed["draws"] = [random.getstate() == drawn[0], np.random.get_state()[2] == drawn[1],
                                  torch.equal(torch.get_rng_state(), drawn[2])]
     assert prefetch.next() is None
-    return {**observed, "samples": [one.placed[0].input.tolist() for one in fed if one], "expected": expected,
-            "devices": sorted({str(one.placed[0].input.device) for one in fed if one})}
+    return {**observed, "samples": [window.placed[0].input.tolist() for window in fed if window], "expected": expected,
+            "devices": sorted({str(window.placed[0].input.device) for window in fed if window})}
 
 
 class Drawing:
@@ -354,13 +355,14 @@ def profiled() -> dict[str, Any]:
 
     fork._is_apart = False
     with tempfile.TemporaryDirectory() as folder:
-        own = profile_job(_regression(lambda: _WithKernels(Path(folder) / "seen")), device="cuda:1")
+        with_kernels = profile_job(_regression(lambda: _WithKernels(Path(folder) / "seen")), device="cuda:1")
         seen = [line.split() for line in (Path(folder) / "seen").read_text().splitlines()]
     plain = profile_job(_regression(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
     return {"here": [kind for pid, kind, _ in seen if int(pid) == os.getpid()],
             "elsewhere": [ran for pid, *ran in seen if int(pid) != os.getpid()],
-            "flops": [own.forward_flops_per_sample, plain.forward_flops_per_sample], "notes": list(own.notes),
-            "parameters": own.parameter_bytes, "used": torch.cuda.is_initialized()}
+            "flops": [with_kernels.forward_flops_per_sample, plain.forward_flops_per_sample],
+            "notes": list(with_kernels.notes), "parameters": with_kernels.parameter_bytes,
+            "used": torch.cuda.is_initialized()}
 
 
 def planned() -> dict[str, Any]:

@@ -75,13 +75,13 @@ class Workshop:
 
     def check(self, name: str) -> Any:
         """What a check of `checks.py` returns, in a process that may use CUDA."""
-        return self._found({"check": name})
+        return self._result({"check": name})
 
     def script(self, path: Path, *words: str) -> str:
         """What a script prints, in such a process."""
-        return str(self._found({"script": str(path), "words": words}))
+        return str(self._result({"script": str(path), "words": words}))
 
-    def _found(self, request: dict[str, Any]) -> Any:
+    def _result(self, request: dict[str, Any]) -> Any:
         answer = self._answer(request, 240.0)
         assert "error" not in answer, f"{answer['error']} {self.printed()[-3000:]}"
         return answer["found"]
@@ -136,13 +136,13 @@ class Workshops:
         """A workshop for tests. taken_bytes: of each device, that others are said to hold."""
         environment = {"PRETENDED_CUDA_DEVICES": str(devices), "PRETENDED_CUDA_MEMORY_BYTES": str(memory_bytes),
                        "PRETENDED_CUDA_TAKEN_BYTES": str(taken_bytes), "XDG_CACHE_HOME": str(folder / "cache")}
-        ours, theirs = socket.socketpair()
-        with ours, theirs, ours.makefile("r") as answers, open(folder / "printed.txt", "w") as printed:
-            pid = self._ask({"environment": environment}, [theirs.fileno(), printed.fileno()])
-            theirs.close()
+        client, server = socket.socketpair()
+        with client, server, client.makefile("r") as answers, open(folder / "printed.txt", "w") as printed:
+            pid = self._ask({"environment": environment}, [server.fileno(), printed.fileno()])
+            server.close()
             end = cache(lambda: self._ask({"end": pid}))
             try:
-                yield Workshop(ours, answers, folder, end)
+                yield Workshop(client, answers, folder, end)
             finally:
                 end()
 
@@ -172,12 +172,12 @@ def workshops(folder: Path) -> Iterator[Workshops]:
                    "PRETENDED_CUDA_LIBRARY": str(library),
                    "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)])}
     command = [sys.executable, "-m", "pretended_cuda.pretend", str(library), "-m", "pretended_cuda.workshop"]
-    ours, theirs = socket.socketpair()
-    with ours, open(folder / "printed.txt", "w") as printed, subprocess.Popen(
-            command, env=environment, stdin=theirs, stdout=printed, stderr=printed, text=True,
+    client, server = socket.socketpair()
+    with client, open(folder / "printed.txt", "w") as printed, subprocess.Popen(
+            command, env=environment, stdin=server, stdout=printed, stderr=printed, text=True,
             start_new_session=True) as process:
-        theirs.close()
+        server.close()
         try:
-            yield Workshops(process, ours, folder / "printed.txt")
+            yield Workshops(process, client, folder / "printed.txt")
         finally:
-            ours.close()  # which ends it
+            client.close()  # which ends it

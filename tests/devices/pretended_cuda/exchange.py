@@ -19,7 +19,7 @@ SIZE = 2
 Exchange = Callable[[torch.device, torch.dtype], list[Tensor]]
 
 
-def _own(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+def _numbers_of_rank(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Other numbers on each rank."""
     count = int(torch.Size(shape).numel())
     return (torch.arange(count, dtype=dtype) * (dist.get_rank() + 1) + dist.get_rank()).view(shape).to(device)
@@ -27,7 +27,7 @@ def _own(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 def _reduced(op: Any = dist.ReduceOp.SUM, *, later: bool = False) -> Exchange:
     def exchange(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        tensor = _own(device, dtype, 3, 2)
+        tensor = _numbers_of_rank(device, dtype, 3, 2)
         work = dist.all_reduce(tensor, op, async_op=later)
         if work is not None:
             work.wait()
@@ -36,19 +36,19 @@ def _reduced(op: Any = dist.ReduceOp.SUM, *, later: bool = False) -> Exchange:
 
 
 def _not_contiguous(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    tensor = _own(device, dtype, 3, 2).t()
+    tensor = _numbers_of_rank(device, dtype, 3, 2).t()
     dist.broadcast(tensor if device.type == "cuda" else (tensor := tensor.contiguous()), 1)
     return [tensor]
 
 
 def _reduce(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    tensor = _own(device, dtype, 5)
+    tensor = _numbers_of_rank(device, dtype, 5)
     dist.reduce(tensor, 1)
     return [tensor] if dist.get_rank() == 1 else []
 
 
 def _gathered(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    tensor = _own(device, dtype, 4)
+    tensor = _numbers_of_rank(device, dtype, 4)
     lists = [torch.zeros_like(tensor) for _ in range(SIZE)]
     dist.all_gather(lists, tensor)
     whole = torch.zeros(SIZE * 4, dtype=dtype, device=device)
@@ -59,28 +59,28 @@ def _gathered(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _scattered(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    parts, own = list(_own(device, dtype, SIZE, 3)), torch.zeros(3, dtype=dtype, device=device)
-    dist.scatter(own, parts if dist.get_rank() == 0 else None, 0)
-    return [own]
+    parts, part = list(_numbers_of_rank(device, dtype, SIZE, 3)), torch.zeros(3, dtype=dtype, device=device)
+    dist.scatter(part, parts if dist.get_rank() == 0 else None, 0)
+    return [part]
 
 
 def _reduce_scattered(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    whole, own, other = _own(device, dtype, SIZE * 3), *torch.zeros(2, 3, dtype=dtype, device=device)
-    dist.reduce_scatter(own, list(whole.view(SIZE, 3)))
+    whole, part, other = _numbers_of_rank(device, dtype, SIZE * 3), *torch.zeros(2, 3, dtype=dtype, device=device)
+    dist.reduce_scatter(part, list(whole.view(SIZE, 3)))
     dist.reduce_scatter_tensor(other, whole)
-    return [own, other]
+    return [part, other]
 
 
 def _swapped(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Pieces of unequal length."""
-    rank, tensor = dist.get_rank(), _own(device, dtype, 5)
+    rank, tensor = dist.get_rank(), _numbers_of_rank(device, dtype, 5)
     received = torch.zeros(4 if rank == 0 else 6, dtype=dtype, device=device)
     dist.all_to_all_single(received, tensor, [2 + rank, 2 + rank], [2, 3])
     return [received]
 
 
 def _together(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    tensors = [_own(device, dtype, 2), _own(device, dtype, 3)]
+    tensors = [_numbers_of_rank(device, dtype, 2), _numbers_of_rank(device, dtype, 3)]
     with _coalescing_manager(async_ops=True) as works:
         for tensor in tensors:
             dist.all_reduce(tensor)
@@ -90,7 +90,7 @@ def _together(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 def _functional(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """As DTensor asks."""
-    tensor, group = _own(device, dtype, 4), dist.group.WORLD
+    tensor, group = _numbers_of_rank(device, dtype, 4), dist.group.WORLD
     pending = [functional.all_reduce(tensor, "sum", group), functional.all_gather_tensor(tensor, 0, group),
                functional.reduce_scatter_tensor(tensor, "sum", 0, group), functional.broadcast(tensor, 1, group),
                functional.all_to_all_single(tensor, None, None, group)]
@@ -101,7 +101,7 @@ def _crossing(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Both ranks expect two messages before they send: as pipelines do."""
     rank, tensors = dist.get_rank(), [torch.zeros(3, dtype=dtype, device=device) for _ in range(4)]
     expected = [dist.irecv(tensor, 1 - rank) for tensor in tensors[:2]]
-    sent = [dist.isend(_own(device, dtype, 3) + k, 1 - rank) for k in range(2)]
+    sent = [dist.isend(_numbers_of_rank(device, dtype, 3) + k, 1 - rank) for k in range(2)]
     batch = dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensors[2], 1 - rank),
                                     dist.P2POp(dist.isend, tensors[0], 1 - rank)]) if rank else []
     for work in (*expected, *sent):
@@ -142,13 +142,13 @@ class _Seen:
 def _refusals(group: Any, device: torch.device) -> dict[str, str]:
     """What gloo's own group says to tensors of a GPU."""
     x, y = torch.ones(SIZE, device=device), torch.ones(SIZE, device=device)
-    asked: dict[str, Callable[[], Any]] = {
+    operations: dict[str, Callable[[], Any]] = {
         "allreduce": lambda: group.allreduce([x]), "broadcast": lambda: group.broadcast([x]),
         "allgather": lambda: group.allgather([[x, y]], [x]), "send": lambda: group.send([x], 1 - dist.get_rank(), 0),
         "recv": lambda: group.recv([x], 1 - dist.get_rank(), 0),
         "gather": lambda: group._allgather_base(torch.ones(SIZE * SIZE, device=device), x)}
     refusals = {}
-    for name, ask in asked.items():
+    for name, ask in operations.items():
         try:
             ask()
             refusals[name] = "taken"
@@ -160,7 +160,7 @@ def _refusals(group: Any, device: torch.device) -> dict[str, str]:
 def _rank(context: RankContext) -> dict[str, Any]:
     group, devices = dist.group.WORLD, set[str]()
     refusals = _refusals(group.over_gloo, context.device)
-    group.over_gloo, own = _Seen(group.over_gloo, devices), group.over_gloo
+    group.over_gloo, gloo_group = _Seen(group.over_gloo, devices), group.over_gloo
     is_alike: dict[str, Any] = {}
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
         for name, exchange in EXCHANGES.items():
@@ -169,15 +169,15 @@ def _rank(context: RankContext) -> dict[str, Any]:
                      for a, b in zip(on_gpu, on_cpu, strict=True)]
             is_alike[f"{name}, {dtype}"] = all(alike)
     for kind in (context.device, torch.device("cpu")):
-        mean, part = _own(kind, torch.float64, SIZE), torch.zeros(1, dtype=torch.float64, device=kind)
+        mean, part = _numbers_of_rank(kind, torch.float64, SIZE), torch.zeros(1, dtype=torch.float64, device=kind)
         dist.reduce_scatter_tensor(part, mean, dist.ReduceOp.AVG)
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         is_alike[f"mean on {kind.type}"] = mean.tolist() == [0.5, 2.0] and part.item() == [0.5, 2.0][dist.get_rank()]
     crossed = _crossing(context.device, torch.float64)
-    theirs = _own(torch.device("cpu"), torch.float64, 3) * 0 + torch.arange(3) * (2 - dist.get_rank()) \
+    expected = _numbers_of_rank(torch.device("cpu"), torch.float64, 3) * 0 + torch.arange(3) * (2 - dist.get_rank()) \
         + 1 - dist.get_rank()
-    is_alike["crossing"] = torch.equal(crossed[0].cpu(), theirs) and torch.equal(crossed[1].cpu(), theirs + 1)
-    saved = _own(context.device, torch.float64, 3).requires_grad_()
+    is_alike["crossing"] = torch.equal(crossed[0].cpu(), expected) and torch.equal(crossed[1].cpu(), expected + 1)
+    saved = _numbers_of_rank(context.device, torch.float64, 3).requires_grad_()
     product, version = saved * saved, saved._version
     dist.broadcast(saved.detach(), 0)
     is_alike["no change to autograd"] = saved._version == version and product.sum().backward() is None
@@ -188,7 +188,7 @@ def _rank(context: RankContext) -> dict[str, Any]:
         pass
     is_alike["polled"] = later.tolist() == [SIZE, SIZE]
     dist.barrier()
-    group.over_gloo = own
+    group.over_gloo = gloo_group
     return {"alike": is_alike, "devices": sorted(devices), "refusals": refusals, "backend": dist.get_backend()}
 
 

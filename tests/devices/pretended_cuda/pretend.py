@@ -103,7 +103,7 @@ def _give_cuda(device: Any) -> None:
         "emptyCache": device.empty_cache, "memoryStats": device.memory_stats,
         "resetPeakMemoryStats": device.reset_peak, "resetAccumulatedMemoryStats": device.reset_accumulated,
         "getArchFlags": lambda: "sm_90", "getCompiledVersion": lambda: 13000, "getDriverVersion": lambda: 13000,
-        "canDeviceAccessPeer": lambda one, other: True, "ipc_collect": lambda: None,
+        "canDeviceAccessPeer": lambda device, other: True, "ipc_collect": lambda: None,
         "getAllocatorBackend": lambda: "native", "set_sync_debug_mode": lambda mode: None,
         "get_sync_debug_mode": lambda: 0, "get_cudnn_benchmark_limit": lambda: 10,
         "set_cudnn_benchmark_limit": lambda limit: None}

@@ -150,7 +150,7 @@ def _written(folder: Path, device: Any) -> Iterator[None]:
 def _unpriced() -> Iterator[None]:
     """Runs are not priced before they start, nor predicted: beside short runs that takes longer than they do."""
     with (patch.object(sys.modules["paceline.verbs.train"], "price",
-                       lambda job, asked, chosen, snapshot: prediction.Priced(job, asked, snapshot)),
+                       lambda job, resolved, chosen, snapshot: prediction.Priced(job, resolved, snapshot)),
           patch.object(prediction, "_predict", lambda priced, run_dir: write_json(
               run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))):
         yield
@@ -271,14 +271,14 @@ def main() -> None:
     _measure(device)
     control = socket.socket(fileno=0)
     while order := (given := socket.recv_fds(control, 1 << 16, 2))[0]:
-        asked, descriptors = json.loads(order), given[1]
-        if "end" in asked:
-            answer = _end(asked["end"])
+        request, descriptors = json.loads(order), given[1]
+        if "end" in request:
+            answer = _end(request["end"])
         else:
             with socket.socket(fileno=descriptors[0]) as connection:
                 if not (answer := os.fork()):
                     control.close()
-                    _begin(asked["environment"], connection, descriptors[1], device)
+                    _begin(request["environment"], connection, descriptors[1], device)
             os.close(descriptors[1])
         control.sendall(json.dumps(answer).encode())
 
