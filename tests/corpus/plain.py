@@ -46,9 +46,9 @@ class Cut:
 
     def pieces(self, samples: int) -> list[list[range]]:
         """Of each replica, its micro-batches as places in the window; empty ones are left out."""
-        return [[range(own.start + piece.start, own.start + piece.stop)
-                 for piece in split(len(own), (1,) * self.microbatches) if len(piece)]
-                for own in split(samples, self.shares)]
+        return [[range(share.start + piece.start, share.start + piece.stop)
+                 for piece in split(len(share), (1,) * self.microbatches) if len(piece)]
+                for share in split(samples, self.shares)]
 
 
 WHOLE = Cut()
@@ -109,7 +109,7 @@ def _run(job: Job, cut: Cut, build: Any) -> Outcome:
     optimizer = job.optimizer(parameters)
     schedule = job.lr_schedule(optimizer) if job.lr_schedule else None
     for step, items in enumerate(islice(_windows(job), job.total_steps), start=1):
-        weights = [sum(map(len, own)) / len(items) for own in cut.pieces(len(items))]
+        weights = [sum(map(len, pieces)) / len(items) for pieces in cut.pieces(len(items))]
         losses: list[float] = []
         closure = partial(_evaluate, job, replicas, items, cut, weights, losses)
         if needs_gradients(optimizer):
@@ -288,7 +288,7 @@ def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
     """The loss over the validation data; what forwards change of the model is brought together after it."""
     before = {name: p.detach().clone() for name, p in replicas[0].named_parameters()} if len(replicas) > 1 else {}
     samples = len(job.validation)
-    total, counted, own = 0.0, 0.0, [0] * len(replicas)
+    total, counted, replica_counts = 0.0, 0.0, [0] * len(replicas)
     for first in range(0, samples, job.batch):
         cuts = cut.pieces(min(job.batch, samples - first))
         for number, (model, pieces) in enumerate(zip(replicas, cuts, strict=True)):
@@ -306,10 +306,10 @@ def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
                     value = job.criterion(call(model, given), target)
                 part = value if isinstance(value, tuple | list) else (value * len(items), len(items))
                 total, counted = total + float(part[0]), counted + float(part[1])
-                own[number] += len(items)
+                replica_counts[number] += len(items)
             model.train()
     _join_edits(replicas, before)
-    _meet(replicas, [count / samples for count in own])
+    _meet(replicas, [count / samples for count in replica_counts])
     return total / counted
 
 

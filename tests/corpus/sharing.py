@@ -179,8 +179,8 @@ def inner_loop() -> paceline.Job:
             outputs = []
             for row in x:
                 fast = dict(self.net.named_parameters())
-                own = functional_call(self.net, fast, (row,)).square().mean()
-                slopes = torch.autograd.grad(own, list(fast.values()), create_graph=True)
+                inner_loss = functional_call(self.net, fast, (row,)).square().mean()
+                slopes = torch.autograd.grad(inner_loss, list(fast.values()), create_graph=True)
                 fast = {name: p - 0.5 * slope for (name, p), slope in zip(fast.items(), slopes, strict=True)}
                 outputs.append(functional_call(self.net, fast, (row,)))
             return torch.stack(outputs)

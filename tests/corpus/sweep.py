@@ -151,12 +151,12 @@ class Sweep:
         num_ranks = batch[0][1].plan.world_size
 
         def body(context: Any) -> None:
-            for number, (entry, asked) in enumerate(batch):
+            for number, (entry, resolved) in enumerate(batch):
                 (folder / f"rank-{context.rank}").write_text(str(number))
                 context.step = 0
                 context.beat("start")
                 try:
-                    _train_on_rank(context, entry, asked, folder / str(number))
+                    _train_on_rank(context, entry, resolved, folder / str(number))
                 except UsageError as error:
                     if _lines(folder / str(number)) or not _all_ranks_refuse(context, number):
                         raise
@@ -213,8 +213,8 @@ class Sweep:
         alike."""
         if cell.verdict != WRONG or cell.off is None:
             return cell
-        asked = _resolved(entry.make(), plan)
-        cut = Cut(asked.shares, asked.plan.num_microbatches)
+        resolved = _resolved(entry.make(), plan)
+        cut = Cut(resolved.shares, resolved.plan.num_microbatches)
         run = self.folder / "differing" / plan / entry.name
         if cut != WHOLE and self._equals_cut(entry, plan, cut, run):
             return replace(cell, verdict=COUPLED, reason=f"as one device that cuts alike; off by {cell.off:.1e}")
@@ -276,13 +276,13 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _train_on_rank(context: Any, entry: Entry, asked: Resolved, run: Path) -> None:
+def _train_on_rank(context: Any, entry: Entry, resolved: Resolved, run: Path) -> None:
     job = entry.make()
     run.mkdir(exist_ok=True)
     with WithoutRandomness() if entry.random_layers else nullcontext() as random:
         if isinstance(random, WithoutRandomness):
             job = replace(job, model=random.building(job.model))
-        summary = train_rank(context, job, asked.plan, Settings(run, asked.shares))
+        summary = train_rank(context, job, resolved.plan, Settings(run, resolved.shares))
     if context.rank == 0:
         (run / SUMMARY).write_text(json.dumps({"validation_loss": summary["validation_loss"]}))
 
@@ -339,18 +339,18 @@ def distance(plain: Outcome, trained: Outcome, allowed: float) -> tuple[float, s
     greatest = 0.0
     if len(plain.losses) != len(trained.losses):
         return math.inf, f"{len(trained.losses)} steps instead of {len(plain.losses)}"
-    pairs = {f"loss of step {step + 1}": (torch.tensor(mine), torch.tensor(theirs))
-             for step, (mine, theirs) in enumerate(zip(plain.losses, trained.losses, strict=True))}
+    pairs = {f"loss of step {step + 1}": (torch.tensor(mine), torch.tensor(other))
+             for step, (mine, other) in enumerate(zip(plain.losses, trained.losses, strict=True))}
     if plain.validation_loss is not None:
-        theirs = trained.validation_loss
+        other = trained.validation_loss
         pairs["validation loss"] = (torch.tensor(plain.validation_loss),
-                                    torch.tensor(math.nan if theirs is None else theirs))
+                                    torch.tensor(math.nan if other is None else other))
     for name, tensor in plain.state.items():
         if name not in trained.state:
             return math.inf, f"'{name}' is not in the exported model"
         pairs[f"'{name}'"] = (tensor, trained.state[name])
-    for name, (mine, theirs) in pairs.items():
-        off = _off(mine, theirs)
+    for name, (mine, other) in pairs.items():
+        off = _off(mine, other)
         limit = allowed * max(1.0, float(_wide(mine).abs().max()) if mine.numel() else 0.0)
         greatest = max(greatest, off)
         if not off <= limit:
@@ -361,12 +361,12 @@ def distance(plain: Outcome, trained: Outcome, allowed: float) -> tuple[float, s
     return greatest, f"{name} is off by {off:.2g}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
 
 
-def _off(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    if mine.shape != theirs.shape:
+def _off(mine: torch.Tensor, other: torch.Tensor) -> float:
+    if mine.shape != other.shape:
         return math.inf
     if not mine.numel():
         return 0.0
-    return float((_wide(mine) - _wide(theirs)).abs().max())
+    return float((_wide(mine) - _wide(other)).abs().max())
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

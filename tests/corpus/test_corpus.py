@@ -119,7 +119,7 @@ def test_the_plain_loop_cuts_as_it_is_told():
 
     assert torch.allclose(run_plainly(exact).state["last.weight"], run_plainly(exact, cut).state["last.weight"])
     assert not torch.allclose(run_plainly(coupled).state["last.weight"], run_plainly(coupled, cut).state["last.weight"])
-    assert [sum(map(len, own)) for own in cut.pieces(12)] == [8, 4]
+    assert [sum(map(len, pieces)) for pieces in cut.pieces(12)] == [8, 4]
     assert WHOLE.pieces(5) == [[range(5)]]
 
 

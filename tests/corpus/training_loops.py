@@ -317,7 +317,7 @@ def knowledge(output: Tensor, target: Tensor, teacher: Tensor, matched: list[Ten
               features: dict[str, Tensor]) -> Tensor:
     soft = F.kl_div((output / 4).log_softmax(-1), (teacher / 4).log_softmax(-1), log_target=True,
                     reduction="batchmean") * 16
-    hints = sum(F.mse_loss(mine, theirs) for mine, theirs in zip(matched, features.values(), strict=True))
+    hints = sum(F.mse_loss(feature, expected) for feature, expected in zip(matched, features.values(), strict=True))
     return 0.3 * F.mse_loss(output, target) + 0.7 * soft + 0.1 * hints
 
 

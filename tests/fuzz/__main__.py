@@ -71,7 +71,7 @@ def _fuzz_one(name: str, run: Path, seconds: float, kept: Path) -> int:
 
     @settings(deadline=None, database=None, max_examples=10**9, suppress_health_check=list(HealthCheck))
     @given(data=damaged(reader.seeds))
-    def one(data: bytes) -> None:
+    def try_input(data: bytes) -> None:
         if atheris is None and time.monotonic() > end_s:
             raise KeyboardInterrupt
         try:
@@ -83,12 +83,12 @@ def _fuzz_one(name: str, run: Path, seconds: float, kept: Path) -> int:
     end_s = time.monotonic() + seconds
     if atheris is None:
         try:
-            one()
+            try_input()
         except KeyboardInterrupt:
             return 0
         return 0
     atheris.Setup([sys.argv[0], f"-max_total_time={max(1, int(seconds))}", "-timeout=20", "-rss_limit_mb=4096",
-                   f"-artifact_prefix={kept}/", "-max_len=8192"], one.hypothesis.fuzz_one_input)
+                   f"-artifact_prefix={kept}/", "-max_len=8192"], try_input.hypothesis.fuzz_one_input)
     atheris.Fuzz()
     return 0
 
