@@ -69,8 +69,8 @@ def starts(run: Path) -> list[tuple[int, str]]:
 
 
 def difference(run: Path, other: Path) -> float:
-    one, two = (load_tensors(path / "model.safetensors") for path in (run, other))
-    return max(float((one[name] - two[name]).abs().max()) for name in one)
+    weights, other_weights = (load_tensors(path / "model.safetensors") for path in (run, other))
+    return max(float((weights[name] - other_weights[name]).abs().max()) for name in weights)
 
 
 def wait_until(condition: Callable[[], bool], describe: Callable[[], Any], *, timeout_s: float = 60.0) -> None:

@@ -134,9 +134,9 @@ def test_counts_are_checked_before_joining(plan: str, options: dict[str, Any], w
 def test_a_plan_that_agrees_with_the_launcher():
     """The devices are those of this host alone, and the default plan is as wide as the launcher's world."""
     for plan in ("data=8", None):
-        asked = resolve(Small(), plan, environment=current(TORCHRUN))  # type: ignore[arg-type]
-        assert str(asked.plan) == "data=8"
-        assert len(asked.cluster.devices) == 4
+        resolved = resolve(Small(), plan, environment=current(TORCHRUN))  # type: ignore[arg-type]
+        assert str(resolved.plan) == "data=8"
+        assert len(resolved.cluster.devices) == 4
 
 
 def test_the_interface_towards_an_address():

@@ -62,14 +62,14 @@ def test_the_line_behind_an_error_of_ours():
         return int("x")
 
     scope: dict[str, Any] = {"users_code": users_code, "TrainingError": TrainingError}
-    ours = """
+    library_code = """
 try:
     users_code()
 except ValueError as error:
     failed = TrainingError("sample 3 can't be read")
     failed.__cause__ = error
 """
-    exec(compile(ours, failure.__file__, "exec"), scope)
+    exec(compile(library_code, failure.__file__, "exec"), scope)
     line = users_code.__code__.co_firstlineno + 1
     assert report(scope["failed"]).where == f"{__file__}:{line}"
 

@@ -151,6 +151,6 @@ def test_the_same_command_on_two_hosts_trains_as_one(tmp_path: Path, cluster: st
                                  env={**os.environ, **given(index)}) for index in range(2)]
     assert [command.wait(timeout=200) for command in commands] == [0, 0]
     subprocess.run([*train, "--run", str(tmp_path / "one"), "--plan", "single"], check=True, timeout=100)
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
+    on_one_host, on_two_hosts = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert max(float((on_one_host[name] - on_two_hosts[name]).abs().max()) for name in on_one_host) < 1e-5
     assert json.loads((tmp_path / "two" / "plan.json").read_text())["world_size"] == 2

@@ -112,7 +112,7 @@ def test_what_rank_0_refuses_ends_the_others():
 APART, TOGETHER = FaultPolicy(uses_process_group=False), FaultPolicy()
 
 
-def _asked(monkeypatch: pytest.MonkeyPatch, *, secret: str | None = "s" * 64, text: str = "1") -> None:
+def _request_tls(monkeypatch: pytest.MonkeyPatch, *, secret: str | None = "s" * 64, text: str = "1") -> None:
     monkeypatch.setenv("PACELINE_TLS", text)
     monkeypatch.delenv("PACELINE_SECRET", raising=False)
     if secret:
@@ -124,16 +124,16 @@ def _host_of(local_world_size: int) -> Environment:
 
 
 def test_connections_are_encrypted_between_hosts_alone(monkeypatch: pytest.MonkeyPatch):
-    _asked(monkeypatch)
+    _request_tls(monkeypatch)
     assert tls.is_used(_host_of(1), APART)
     assert not tls.is_used(_host_of(3), TOGETHER)
-    _asked(monkeypatch, text="0")
+    _request_tls(monkeypatch, text="0")
     assert not tls.is_used(_host_of(1), TOGETHER)
 
 
 def test_a_host_that_others_may_join_counts_as_several(monkeypatch: pytest.MonkeyPatch):
     """The run that begins alone is refused, and not when another host comes."""
-    _asked(monkeypatch)
+    _request_tls(monkeypatch)
     monkeypatch.setattr("paceline.launch.hosted.this_rank", lambda: object())
     assert tls.is_used(_host_of(3), APART)
     with pytest.raises(UsageError, match="gloo or NCCL"):
@@ -147,7 +147,7 @@ def test_a_host_that_others_may_join_counts_as_several(monkeypatch: pytest.Monke
 def test_encryption_that_is_asked_for_and_can_not_be_had(monkeypatch: pytest.MonkeyPatch, secret: str | None,
                                                          fault_policy: FaultPolicy, why: str):
     """The run is refused before ranks meet, and never goes on without."""
-    _asked(monkeypatch, secret=secret)
+    _request_tls(monkeypatch, secret=secret)
     with pytest.raises(UsageError, match=why):
         Launcher(_host_of(1), [], timeout_s=1, fault_policy=fault_policy)
 
@@ -159,5 +159,5 @@ def test_a_node_that_was_not_told_to_encrypt(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.delenv("PACELINE_TLS", raising=False)
     with pytest.raises(UsageError, match=r"PACELINE_TLS=1 is set where the command runs, and not on this node"):
         greeting.check()
-    _asked(monkeypatch)
+    _request_tls(monkeypatch)
     greeting.check()

@@ -147,17 +147,17 @@ WORD_BYTES = 4 + 32
     lambda words: struct.pack(">i", -1) + words[4:WORD_BYTES],  # changed
 ])
 def test_who_is_between_two_can_only_part_them(change: Callable[[bytes], bytes]):
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.setblocking(False)
-        says, hears = (liveness._Link(sock, b"key", is_hub=is_hub) for sock, is_hub in ((ours, True), (theirs, False)))
+    hub, peer = socket.socketpair()
+    with hub, peer:
+        peer.setblocking(False)
+        says, hears = (liveness._Link(sock, b"key", is_hub=is_hub) for sock, is_hub in ((hub, True), (peer, False)))
         for number in (5, 6):
             says.say(number)
-        says.sock.sendall(change(theirs.recv(1000)))
+        says.sock.sendall(change(peer.recv(1000)))
         with pytest.raises(ConnectionError, match="not signed"):
             assert hears.next() == 5
             hears.next()
-        theirs.sendall(liveness._NUMBER.pack(5) + says._proof(b"hub", 0, liveness._NUMBER.pack(5)))
+        peer.sendall(liveness._NUMBER.pack(5) + says._proof(b"hub", 0, liveness._NUMBER.pack(5)))
         with pytest.raises(ConnectionError, match="not signed"):  # its own word, sent back
             says.hear()
 

@@ -372,9 +372,9 @@ def test_a_rank_starts_again_alone(run_ranks: Callable[..., Any], number: int, m
 def test_an_error_is_not_tried_again(run_ranks: Callable[..., Any]):
     """Neither by all ranks nor by one that the others go on without."""
     fault_policy = FaultPolicy(uses_process_group=False, optional_ranks=frozenset({1}))
-    for who in (ALL_NEEDED, fault_policy):
+    for policy in (ALL_NEEDED, fault_policy):
         with pytest.raises(RankFailed, match="ValueError"):
-            run_ranks(lambda context: int("x") if context.rank == 1 else 0, 2, restarts=9, fault_policy=who)
+            run_ranks(lambda context: int("x") if context.rank == 1 else 0, 2, restarts=9, fault_policy=policy)
 
 
 def test_signals_reach_ranks_that_were_started_again(start_child: Any, run_ranks: Callable[..., Any],

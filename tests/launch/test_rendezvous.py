@@ -58,17 +58,17 @@ def store() -> Any:
 def test_who_writes_second_is_told():
     """As torch wants it: a write on top of what was read meanwhile is not made."""
     shared = store()
-    one, other = JsonBackend(shared, timeout_s=5), JsonBackend(shared, timeout_s=5)
-    assert one.get_state() is None
+    backend, other_backend = JsonBackend(shared, timeout_s=5), JsonBackend(shared, timeout_s=5)
+    assert backend.get_state() is None
     first, second = _RendezvousState(), _RendezvousState()
     first.round, second.round = 1, 2
     first.last_heartbeats = {_NodeDesc("a", 1, 0): datetime.now(UTC)}
-    state, token, is_set = one.set_state(pickle.dumps(first))
+    state, token, is_set = backend.set_state(pickle.dumps(first))
     assert is_set and pickle.loads(state).round == 1
-    state, _, is_set = other.set_state(pickle.dumps(second))
+    state, _, is_set = other_backend.set_state(pickle.dumps(second))
     assert not is_set and vars(pickle.loads(state)) == vars(first)
-    assert other.set_state(pickle.dumps(second), token)[2]
-    assert pickle.loads(one.get_state()[0]).round == 2
+    assert other_backend.set_state(pickle.dumps(second), token)[2]
+    assert pickle.loads(backend.get_state()[0]).round == 2
 
 
 class Trap:

@@ -42,13 +42,13 @@ THREE = opened(0, 1, is_anew=True), started(1, 0, 1, 2)
 
 
 @given(STANDINGS, GROUPS, GROUPS)
-def test_of_two_groups_one_at_most_goes_on(standing: Standing, one: frozenset[int], other: frozenset[int]):
+def test_of_two_groups_one_at_most_goes_on(standing: Standing, group: frozenset[int], other: frozenset[int]):
     """A minority never does, and half of the hosts with the keeper alone."""
-    other -= one
+    other -= group
     members = standing.members
     if members:
-        assert not (standing.is_enough(one) and standing.is_enough(other))
-        assert not standing.is_enough(one) or 2 * len(one & members) >= len(members)
+        assert not (standing.is_enough(group) and standing.is_enough(other))
+        assert not standing.is_enough(group) or 2 * len(group & members) >= len(members)
         assert standing.is_enough(members)
         assert standing.is_enough(sorted(members)[:standing.least_hosts] if standing.keeper not in members else
                                   [standing.keeper, *sorted(members - {standing.keeper})][:standing.least_hosts])
@@ -152,25 +152,25 @@ def test_signs_of_life(tmp_path: Path):
 
 def test_the_meeting_place_moves(tmp_path: Path):
     """Without the first host's, the second opens one; the first learns of it before its next word, and comes too."""
-    zero, one, two = (MeetingPlace(Host("test", index, 3, 1, "127.0.0.1", 1, 1), tmp_path, patience_s=1)
-                      for index in range(3))
+    host_0, host_1, host_2 = (MeetingPlace(Host("test", index, 3, 1, "127.0.0.1", 1, 1), tmp_path, patience_s=1)
+                              for index in range(3))
     with pytest.raises(RendezvousConnectionError, match="host 0 has opened no meeting place yet"):
-        one.meet()
-    zero.meet()
-    for host in one, two:
+        host_1.meet()
+    host_0.meet()
+    for host in host_1, host_2:
         host.meet().set("word", "kept")
-    assert zero.start([0, 1, 2]) == 1 and zero.start([0]) == 0
-    zero._kept_store = None  # its process is gone, and the store with it
+    assert host_0.start([0, 1, 2]) == 1 and host_0.start([0]) == 0
+    host_0._kept_store = None  # its process is gone, and the store with it
     with pytest.raises(RendezvousConnectionError, match="the others go on without it, once more than half"):
-        two.meet()  # it says so, and waits for host 1
-    assert not one.meet().check(["word"])
-    two.meet()
-    zero.log.read()
+        host_2.meet()  # it says so, and waits for host 1
+    assert not host_1.meet().check(["word"])
+    host_2.meet()
+    host_0.log.read()
     with pytest.raises(RendezvousConnectionError, match="host 1 keeps the meeting place now"):
-        zero.check()
-    assert zero.start([0, 1, 2]) == 0 and one.is_kept_here
-    zero.meet()
-    assert not zero.is_kept_here and one.start([1, 2, 0]) == 2
-    two.leave(ends_run=True)
+        host_0.check()
+    assert host_0.start([0, 1, 2]) == 0 and host_1.is_kept_here
+    host_0.meet()
+    assert not host_0.is_kept_here and host_1.start([1, 2, 0]) == 2
+    host_2.leave(ends_run=True)
     with pytest.raises(RunOver):
-        zero.meet()
+        host_0.meet()

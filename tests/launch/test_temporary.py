@@ -54,7 +54,7 @@ def test_a_fork_that_outlives_its_owner_keeps_the_folder(start_child: Callable[.
                                                          wait_for: Callable[..., None], tmp_path: Path,
                                                          temporary: Path) -> None:
     """It may still write there."""
-    def own() -> None:
+    def keep_folder() -> None:
         with temporary_folder("kept"):
             if os.fork() == 0:
                 (tmp_path / "pid").write_text(str(os.getpid()))
@@ -62,7 +62,7 @@ def test_a_fork_that_outlives_its_owner_keeps_the_folder(start_child: Callable[.
             wait_for((tmp_path / "pid").exists)
             os._exit(0)
 
-    assert start_child(own).exit_code() == 0
+    assert start_child(keep_folder).exit_code() == 0
     fork = int((tmp_path / "pid").read_text())
     try:
         with temporary_folder():

@@ -60,11 +60,11 @@ def test_the_certificate_is_this_launch_s_own(sockets: tuple[socket.socket, sock
 @given(st.lists(st.integers(1, 400_000), min_size=1, max_size=4), st.lists(st.integers(1, 400_000), max_size=4),
        st.integers(0, 2**32))
 @settings(max_examples=15)
-def test_both_send_and_receive_at_once(identity: Identity, ours: list[int], theirs: list[int], seed: int):
+def test_both_send_and_receive_at_once(identity: Identity, here_sizes: list[int], there_sizes: list[int], seed: int):
     """Frames of any sizes, in any pieces, arrive as they were sent."""
     here, there = socket.socketpair()
     ends, draw = _met(here, there, identity), random.Random(seed)
-    frames = [[draw.randbytes(size) for size in sizes] for sizes in (ours, theirs)]
+    frames = [[draw.randbytes(size) for size in sizes] for sizes in (here_sizes, there_sizes)]
 
     def send(end: TlsSocket, data: list[bytes]) -> None:
         for each in data:
@@ -159,11 +159,11 @@ def test_an_older_tls(sockets: tuple[socket.socket, socket.socket], identity: Id
     old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(old.wrap_socket, sockets[1])
+        handshake = pool.submit(old.wrap_socket, sockets[1])
         with pytest.raises(ssl.SSLError):
             TlsSocket(sockets[0], identity).handshake()
         with pytest.raises(ssl.SSLError, match=r"(?i)protocol.version"):
-            asked.result(20)
+            handshake.result(20)
 
 
 @pytest.mark.parametrize("drips", [False, True])
@@ -207,9 +207,9 @@ def test_bytes_that_are_cut_off_or_changed(sockets: tuple[socket.socket, socket.
     assert bytes(buffer) == bytes(100)
 
 
-@pytest.mark.parametrize(("text", "asked"), [("", False), ("0", False), ("1", True)])
-def test_whether_it_is_asked_for(text: str, asked: bool):
-    assert tls.is_asked_for({"PACELINE_TLS": text}) == asked
+@pytest.mark.parametrize(("text", "expected"), [("", False), ("0", False), ("1", True)])
+def test_whether_it_is_asked_for(text: str, expected: bool):
+    assert tls.is_asked_for({"PACELINE_TLS": text}) == expected
     assert not tls.is_asked_for({})
 
 

@@ -157,9 +157,9 @@ def test_an_error_of_a_rank_is_the_run_s(incoming: Any, error: type[Exception], 
 def test_a_signal_is_passed_on_once_and_the_second_ends_all():
     """Ranks save after the first."""
     preempted = report(0, "Preempted", 5)
-    wire, asked = Wire(ended(0, 5, preempted), ended(1, 5, preempted)), [int(signal.SIGINT)]
+    wire, signals = Wire(ended(0, 5, preempted), ended(1, 5, preempted)), [int(signal.SIGINT)]
     with pytest.raises(RankFailed) as caught:
-        on_ray._Ends(wire, [0, 1]).hear_out(asked)  # type: ignore[arg-type]
+        on_ray._Ends(wire, [0, 1]).hear_out(signals)  # type: ignore[arg-type]
     assert caught.value.exit_code == 130
     assert [(node, message["kind"], message["value"]) for node, message in wire.told] == [
         (0, "order", 15), (1, "order", 15)]

@@ -32,9 +32,9 @@ def job():
 
 
 def assert_equal_weights(run: Path, other: Path) -> None:
-    one, two = (load_file(path / "model.safetensors") for path in (run, other))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    weights, other_weights = (load_file(path / "model.safetensors") for path in (run, other))
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 @pytest.mark.root
@@ -51,10 +51,10 @@ def test_two_hosts_reach_the_weights_of_one(hosts: Sequence[NetworkHost], tmp_pa
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("plan", "asked"), [
+@pytest.mark.parametrize(("plan", "tls_environment"), [
     ("data=2", {}), ("server=1 workers=1", {"PACELINE_TLS": "1", "PACELINE_SECRET": "ab" * 32})])
 def test_two_hosts_under_torchrun_reach_the_weights_of_one(
-    hosts: Sequence[NetworkHost], tmp_path: Path, plan: str, asked: dict[str, str]
+    hosts: Sequence[NetworkHost], tmp_path: Path, plan: str, tls_environment: dict[str, str]
 ) -> None:
     """Also encrypted."""
     arguments = [str(EXAMPLE), "--plan", plan, "--steps", "10", "--set", "width=8", "--check", "no"]
@@ -65,7 +65,7 @@ def test_two_hosts_under_torchrun_reach_the_weights_of_one(
         ["ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
          "--node-rank", str(rank), "--nproc-per-node", "1", "--master-addr", "10.78.0.1", "--master-port", "29400",
          "--no-python", "--", *PACELINE, "train", *arguments, "--run", str(tmp_path / "two")],
-        env={**environ, **asked}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        env={**environ, **tls_environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank, host in enumerate(hosts)]
     try:
         outputs = [node.communicate(timeout=400)[0] for node in nodes]
