@@ -47,25 +47,25 @@ def moved_bytes(profile: Profile) -> float:
                                   pytest.param(DecoderSize(2, 64, 4, 256, 96, sequence=64, tied=True), id="tied")])
 def test_a_decoder_by_dimensions_is_the_module(size: DecoderSize):
     """FLOPs and parameters are the traced ones, kept activations within 1 %, bytes moved within 6 %."""
-    traced, ours = traced_decoder(size), decoder_profile(size)
+    traced, described = traced_decoder(size), decoder_profile(size)
 
-    assert ours.forward_flops_per_sample == traced.forward_flops_per_sample
-    assert ours.backward_flops_per_sample == traced.backward_flops_per_sample
-    assert ours.parameter_bytes == traced.parameter_bytes == 4 * size.num_parameters
-    assert kept_bytes(ours) == pytest.approx(kept_bytes(traced), rel=0.01)
-    assert moved_bytes(ours) == pytest.approx(moved_bytes(traced), rel=0.06)
+    assert described.forward_flops_per_sample == traced.forward_flops_per_sample
+    assert described.backward_flops_per_sample == traced.backward_flops_per_sample
+    assert described.parameter_bytes == traced.parameter_bytes == 4 * size.num_parameters
+    assert kept_bytes(described) == pytest.approx(kept_bytes(traced), rel=0.01)
+    assert moved_bytes(described) == pytest.approx(moved_bytes(traced), rel=0.06)
 
 
 @pytest.mark.parametrize("size", [ConvNetSize((1, 2), 8, 10, 64), ConvNetSize((2, 2), 8, 10, 64, "bottleneck")],
                          ids=["basic", "bottleneck"])
 def test_a_residual_net_by_dimensions_is_the_module(size: ConvNetSize):
     """FLOPs and parameters are the traced ones; kept activations are within 12 %."""
-    traced, ours = traced_net(size), convnet_profile(size)
+    traced, described = traced_net(size), convnet_profile(size)
 
-    assert ours.forward_flops_per_sample == traced.forward_flops_per_sample
-    assert ours.backward_flops_per_sample == traced.backward_flops_per_sample
-    assert ours.parameter_bytes == traced.parameter_bytes
-    assert kept_bytes(ours) == pytest.approx(kept_bytes(traced), rel=0.12)
+    assert described.forward_flops_per_sample == traced.forward_flops_per_sample
+    assert described.backward_flops_per_sample == traced.backward_flops_per_sample
+    assert described.parameter_bytes == traced.parameter_bytes
+    assert kept_bytes(described) == pytest.approx(kept_bytes(traced), rel=0.12)
 
 
 def test_known_models_have_their_parameters():
@@ -77,12 +77,12 @@ def test_known_models_have_their_parameters():
 
 def test_a_layer_counts_once_however_many_there_are():
     """126 layers take as many values as one, and their sums are of all."""
-    one, many = (decoder_profile(DecoderSize(layers, 64, 4, 256, 96, sequence=128)) for layers in (1, 126))
+    single, many = (decoder_profile(DecoderSize(layers, 64, 4, 256, 96, sequence=128)) for layers in (1, 126))
 
-    assert len(many.segments) == len(one.segments)
+    assert len(many.segments) == len(single.segments)
     assert many.segments[1].repeat == 126
-    products = sum(p.flops for p in one.segments[1].forward.products)
-    assert many.forward_flops_per_sample - one.forward_flops_per_sample == 125 * products
+    products = sum(p.flops for p in single.segments[1].forward.products)
+    assert many.forward_flops_per_sample - single.forward_flops_per_sample == 125 * products
 
 
 def test_megatrons_activations():

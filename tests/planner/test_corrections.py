@@ -49,10 +49,10 @@ def test_a_calibrated_plan_is_as_it_was_found():
 def test_plans_of_its_kind_are_off_by_the_same_factor_and_bytes():
     """A kind's interval is wider than a plan's own."""
     known = learnt(("data=2", 4.0, 120))
-    like, own = corrected(known, "data=2 accumulate=4", predicted(1.0)), corrected(known, "data=2")
+    by_kind, by_plan = corrected(known, "data=2 accumulate=4", predicted(1.0)), corrected(known, "data=2")
 
-    assert like.step_s == pytest.approx(2.0) and like.peak_memory_bytes == 120
-    assert like.high_s / like.low_s > own.high_s / own.low_s
+    assert by_kind.step_s == pytest.approx(2.0) and by_kind.peak_memory_bytes == 120
+    assert by_kind.high_s / by_kind.low_s > by_plan.high_s / by_plan.low_s
 
 
 @pytest.mark.parametrize(("count", "factor", "more_bytes"), [(1, 2.0, 20), (2, 4.0, 30), (4, 8.0, 40), (16, 8.0, 40)])

@@ -145,25 +145,26 @@ def test_who_wins_as_links_get_slower(bytes_per_s: float, exact: set[str], relax
 
     ranked_plans = search(price, Limits(8), DeviceCounts(8, 1))
     assert ranked_plans.chosen is not None
-    assert {str(ranked_plans.chosen.plan), *(str(one.plan) for one in ranked_plans.tied)} >= exact and str(
+    assert {str(ranked_plans.chosen.plan), *(str(candidate.plan) for candidate in ranked_plans.tied)} >= exact and str(
         ranked_plans.chosen.plan) in exact
-    first = next(one.plan for one in ranked_plans.ranked if one.plan.relaxed is not None)
+    first = next(candidate.plan for candidate in ranked_plans.ranked if candidate.plan.relaxed is not None)
     assert first.outer_steps is not None
 
-    asked = search(price, Limits(8), DeviceCounts(8, 1), may_relax=True).chosen
-    assert asked is not None and str(asked.plan).startswith(relaxed)
-    assert (asked.plan.relaxed is None) == (relaxed == "data=8")
+    relaxed_choice = search(price, Limits(8), DeviceCounts(8, 1), may_relax=True).chosen
+    assert relaxed_choice is not None and str(relaxed_choice.plan).startswith(relaxed)
+    assert (relaxed_choice.plan.relaxed is None) == (relaxed == "data=8")
 
 
 def test_a_server_reads_no_faster_than_its_process():
     """Eight workers' 0.8 GB come through one process at 4 GB/s, whatever the links carry; eight servers share them."""
     program = replace(PLAIN, overlaps=False, process_bytes_per_s=4e9)
     alone = guess("single", cluster(2), 1).step_s
-    one = guess("server=1 workers=8", cluster(2), 8, program).step_s - alone
-    each = guess("server=8 workers=8 colocate=yes", cluster(2), 8, program).step_s - alone
+    one_server_s = guess("server=1 workers=8", cluster(2), 8, program).step_s - alone
+    each_server_s = guess("server=8 workers=8 colocate=yes", cluster(2), 8, program).step_s - alone
 
-    assert one == pytest.approx((2 + 1 / 16) * 8 * 0.8 / 4, rel=0.01)  # gradients, weights, the last chunk's way back
-    assert each == pytest.approx(one / 8 * 7 / 8, rel=0.01)
+    # gradients, weights, the last chunk's way back
+    assert one_server_s == pytest.approx((2 + 1 / 16) * 8 * 0.8 / 4, rel=0.01)
+    assert each_server_s == pytest.approx(one_server_s / 8 * 7 / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("across", [1e8, 1e10, 1e30])

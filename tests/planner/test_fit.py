@@ -135,14 +135,14 @@ def test_a_cut_is_even_on_the_devices_at_hand(device: Device, layers: int):
 def test_stages_wait_for_each_other():
     """Two parts in a chain take as long as one device; a pipeline of two with many micro-batches little more than
     half of it, and its bubble."""
-    one = estimate(PROFILE, Plan.parse("single"), cluster(100), batch=8, rates=ANY_RATES, split=SPLIT).step_s
+    single_s = estimate(PROFILE, Plan.parse("single"), cluster(100), batch=8, rates=ANY_RATES, split=SPLIT).step_s
     chain = estimate(PROFILE, Plan.parse("place=auto parts=2"), cluster(100, 100), batch=8, rates=ANY_RATES,
                      split=SPLIT).step_s
     piped = estimate(PROFILE, Plan.parse("pipeline=2 microbatches=8"), cluster(100, 100), batch=8, rates=ANY_RATES,
                      split=SPLIT)
-    forward_and_backward = 1 - PROFILE.update.moved_bytes.fixed / 1e9 / one
-    assert forward_and_backward * one / 2 < chain <= one * 1.1
-    assert piped.step_s < 16 * one  # eight micro-batches read the weights eight times; no more than that
+    forward_and_backward = 1 - PROFILE.update.moved_bytes.fixed / 1e9 / single_s
+    assert forward_and_backward * single_s / 2 < chain <= single_s * 1.1
+    assert piped.step_s < 16 * single_s  # eight micro-batches read the weights eight times; no more than that
     assert piped.breakdown["communication"] > 0
 
 

@@ -46,11 +46,11 @@ def test_the_fastest_exact_plan_that_fits_is_chosen():
     chosen = ranked_plans.chosen
     assert chosen is not None and str(chosen.plan) == "shard=8"
     assert reason(chosen, chosen) == "computing is 96 % of the step"
-    kinds = {one.kind: reason(one, chosen) for one in best_of_each_kind(ranked_plans.ranked)}
+    kinds = {candidate.kind: reason(candidate, chosen) for candidate in best_of_each_kind(ranked_plans.ranked)}
     assert kinds["shard tensor"].startswith("messages that nothing hides are")
     assert kinds["pipeline"].startswith("idle pipeline ranks are")
-    assert [one.kind for one in ranked_plans.too_large if one.kind == "data"] == ["data"]
-    data, = (one for one in ranked_plans.too_large if one.kind == "data")
+    assert [candidate.kind for candidate in ranked_plans.too_large if candidate.kind == "data"] == ["data"]
+    data, = (candidate for candidate in ranked_plans.too_large if candidate.kind == "data")
     assert data.missing_bytes > 0 and "too much for a H1" in reason(data, chosen)
     assert ranked_plans.refused == {"tensor": "a model of 4 heads can't be cut into 8 parts"}
     assert ranked_plans.num_tried > 50
@@ -58,8 +58,8 @@ def test_the_fastest_exact_plan_that_fits_is_chosen():
 
 def test_what_binds_a_step_is_said_with_the_next_if_that_is_a_tenth():
     """By their parts of the step."""
-    one = price(Plan())
-    binding_texts = {share: binding(replace(one, step_s=10.0, breakdown={"optimizer": share, "compute": 10 - share}))
+    single = price(Plan())
+    binding_texts = {share: binding(replace(single, step_s=10.0, breakdown={"optimizer": share, "compute": 10 - share}))
                      for share in (0.9, 1.3, 6.0)}
     assert binding_texts == {0.9: "computing is 91 % of the step",
                              1.3: "computing is 87 % of the step, the optimizer 13 %",
@@ -97,7 +97,7 @@ def test_plans_that_tie_are_said_to():
     """Within two measurements of one plan; the simplest of them is chosen."""
     ranked_plans = search(lambda plan: price(plan, message_s=1e-3, memory_bytes=1000), Limits(64, tensor=4), EIGHT)
     assert ranked_plans.chosen is not None and str(ranked_plans.chosen.plan) == "data=8"
-    assert {one.kind for one in ranked_plans.tied} >= {"shard", "data shard"}
+    assert {candidate.kind for candidate in ranked_plans.tied} >= {"shard", "data shard"}
     assert reason(ranked_plans.tied[0], ranked_plans.chosen) == "as fast, for all that is known"
 
 
@@ -118,8 +118,8 @@ def test_a_relaxed_plan_is_chosen_where_asked():
         step_s = estimate.step_s if plan.relaxed is None else 0.5 if plan.outer_steps else 1.02
         return Estimate(step_s, estimate.peak_memory_bytes, estimate.ledger, {"compute": step_s}, needs=estimate.needs)
 
-    asked = search(cheap, Limits(64), EIGHT, may_relax=True)
-    assert asked.chosen is not None and asked.chosen.plan.outer_steps is not None
+    relaxed = search(cheap, Limits(64), EIGHT, may_relax=True)
+    assert relaxed.chosen is not None and relaxed.chosen.plan.outer_steps is not None
     close = search(lambda plan: price(plan, message_s=0.0, memory_bytes=1000), Limits(64), EIGHT, may_relax=True)
     assert close.chosen is not None and close.chosen.plan.relaxed is None
 
@@ -133,8 +133,9 @@ def test_by_cost_fewer_devices_may_win():
     cheap = ranked_plans.chosen
     assert fast is not None and fast.plan.world_size == 8
     assert cheap is not None and cheap.plan.world_size == 1
-    assert [one.step_cost for one in ranked_plans.ranked] == sorted(one.step_cost for one in ranked_plans.ranked)
-    dear = next(one for one in ranked_plans.ranked if one.kind == "shard")
+    costs = [candidate.step_cost for candidate in ranked_plans.ranked]
+    assert costs == sorted(costs)
+    dear = next(candidate for candidate in ranked_plans.ranked if candidate.kind == "shard")
     assert "% more" in reason(dear, cheap)
 
 
@@ -142,7 +143,7 @@ def test_nothing_fits():
     """There is no choice, and the nearest plans of each kind are known."""
     ranked_plans = search(lambda plan: price(plan, memory_bytes=3), Limits(64, layers=8, tensor=4), EIGHT)
     assert ranked_plans.chosen is None and not ranked_plans.ranked and not ranked_plans.tied
-    over = [one.missing_bytes for one in ranked_plans.too_large]
+    over = [candidate.missing_bytes for candidate in ranked_plans.too_large]
     assert over == sorted(over) and over[0] > 0
 
 
@@ -154,7 +155,7 @@ def test_what_would_flip_the_choice(change: Callable[[Plan], Estimate], kind: st
     limits = Limits(64, layers=8, tensor=4)
     ranked_plans = search(price, limits, EIGHT)
     flipped = flips(ranked_plans, [Change("another", change)], limits, EIGHT)
-    assert [(name, one.kind) for name, one in flipped] == ([("another", kind)] if kind else [])
+    assert [(name, candidate.kind) for name, candidate in flipped] == ([("another", kind)] if kind else [])
 
 
 def test_what_a_change_leaves_alone_is_not_priced_again():

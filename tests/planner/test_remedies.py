@@ -51,11 +51,11 @@ def wide_job(**fields: Any) -> pl.Job:
 @pytest.mark.timeout(240)
 def test_each_change_is_the_smallest_of_its_kind_that_fits(folder: Path) -> None:
     """Every one is priced and fits; a smaller one of the same kind would not do."""
-    asked = FineTuning(str(folder), batch=8, sequence=512)
+    fine_tuning = FineTuning(str(folder), batch=8, sequence=512)
     cluster = gpus(1, 0.16)
-    problem = PlanningProblem.of(asked.job(), device=cluster.first_here)
+    problem = PlanningProblem.of(fine_tuning.job(), device=cluster.first_here)
     assert problem.search(cluster).chosen is None
-    fitting_remedies = remedies(problem, cluster, asked.smaller(cluster))
+    fitting_remedies = remedies(problem, cluster, fine_tuning.smaller(cluster))
     changes = [remedy.change for remedy in fitting_remedies]
     assert all(remedy.candidate.estimate.fits for remedy in fitting_remedies)
     assert changes[0] == "--lora 16 --weights bfloat16"

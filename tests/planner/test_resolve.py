@@ -45,9 +45,9 @@ def settled(plan: str, devices: str | None = None, environment: Environment | No
     ("data=2 shard=2", "4xcuda:0", "4xcuda:0")])
 def test_the_devices_of_a_plan(plan: str, devices: str | None, expected: str):
     """Servers take no GPU, unless they are threads of the workers."""
-    asked = settled(plan, devices)
-    assert asked.devices == expected
-    assert len(asked.cluster.devices) == asked.plan.world_size
+    resolved = settled(plan, devices)
+    assert resolved.devices == expected
+    assert len(resolved.cluster.devices) == resolved.plan.world_size
 
 
 @pytest.mark.parametrize(("plan", "devices", "message"), [
@@ -67,10 +67,10 @@ def under_torchrun(rank: int, *, local_world_size: int = 5) -> Environment:
 @pytest.mark.parametrize(("rank", "expected"), [
     (1, "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2 (workers)"), (7, "cuda:0,cuda:1,cuda:2,cuda:3,cuda:4")])
 def test_servers_are_ranks_of_the_first_host(rank: int, expected: str):
-    asked = settled("server=2 workers=8", environment=under_torchrun(rank))
-    assert asked.devices == expected
+    resolved = settled("server=2 workers=8", environment=under_torchrun(rank))
+    assert resolved.devices == expected
     if rank == 1:
-        assert [device.kind for device in devices_of(asked.plan, asked.cluster)] == ["cpu"] * 2 + ["cuda"] * 8
+        assert [device.kind for device in devices_of(resolved.plan, resolved.cluster)] == ["cpu"] * 2 + ["cuda"] * 8
 
 
 def test_ranks_of_several_hosts_share_no_gpu():

@@ -78,6 +78,6 @@ def test_the_papers_axes_are_near_the_best():
 def test_a_search_over_all_plans_finds_the_papers_axes():
     """Among the plans within 10 % of the best."""
     ranked_plans = PlanningProblem.of(job(LAYERS)).search(CLUSTER)
-    near = [one.plan for one in ranked_plans.ranked
-            if one.estimate.step_s <= 1.1 * ranked_plans.ranked[0].estimate.step_s]
+    near = [candidate.plan for candidate in ranked_plans.ranked
+            if candidate.estimate.step_s <= 1.1 * ranked_plans.ranked[0].estimate.step_s]
     assert (8, 16, 128) in {(plan.axes.tensor, plan.axes.pipeline, plan.replicas) for plan in near}

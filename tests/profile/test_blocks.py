@@ -272,9 +272,9 @@ def test_a_planned_model_is_built_once_and_left_as_it_was():
     """For traces, casts, captures, and another precision, which find nothing of each other."""
     built: list[nn.Module] = []
     job = make_job(lambda: built.append(Keeping(block=Small)) or built[-1], precision="bf16")
-    asked = PlanningProblem.of(job)
-    asked.pieces.layers()
-    other = PlanningProblem.of(replace(job, precision="float32"), like=asked)
+    problem = PlanningProblem.of(job)
+    problem.pieces.layers()
+    other = PlanningProblem.of(replace(job, precision="float32"), like=problem)
     assert len(built) == 1
     assert not hasattr(built[0], "kept")
     assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in built[0].parameters())
@@ -288,7 +288,7 @@ def test_weights_in_bf16_are_multiplied_in_bf16():
                   for kind in (torch.float32, torch.bfloat16))
     assert (wide.computes_in, half.computes_in) == ("float32", "bf16")
     plan, cluster = Plan.parse("data=8"), Cluster.parse("8xH100")
-    parts = [asked.price(plan, cluster).breakdown for asked in (wide, half)]
+    parts = [problem.price(plan, cluster).breakdown for problem in (wide, half)]
     assert parts[0]["compute"] > 2 * parts[1]["compute"]
 
 
@@ -301,13 +301,13 @@ def test_a_folded_model_costs_what_all_its_layers_do(rank: int):
     """On devices that are described: seconds, and bytes of the rank that needs most."""
     job = make_job(lambda: Llama(4, rank=rank), precision="bf16")
     whole, cluster = unrolled(job), Cluster.parse("8xH100")
-    one, split = folded(whole), LazyPieces(job, whole).layers()
+    compact, split = folded(whole), LazyPieces(job, whole).layers()
     every = layered(SplitJob(job, whole))
-    assert len(one.segments) < len(whole.segments) and one.parameter_bytes == whole.parameter_bytes
+    assert len(compact.segments) < len(whole.segments) and compact.parameter_bytes == whole.parameter_bytes
     assert [s.repeat for s in split.segments if s.unit] in ([4], [1, 3])
     for text in PLANS:
         plan = Plan.parse(text)
-        pair = (split, every) if plan.splits_model else (one, whole)
+        pair = (split, every) if plan.splits_model else (compact, whole)
         folded_estimate, known = (estimate(each, plan, cluster, batch=16, precision="bf16") for each in pair)
         assert folded_estimate.step_s == pytest.approx(known.step_s, rel=1e-3), text
         assert folded_estimate.peak_memory_bytes == pytest.approx(known.peak_memory_bytes, rel=1e-3), text

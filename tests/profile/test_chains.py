@@ -135,7 +135,7 @@ def test_the_price_is_that_of_the_whole_list(model: Callable[[], nn.Module], cha
     same(short.pieces.layers(), whole.pieces.layers())
     assert short.pieces.count(each=False) == whole.pieces.count(each=False)
     assert short.pieces.count() == whole.pieces.count()
-    rankings = [[(one.plan, one.estimate) for one in problem.search(Cluster.parse("4xH100")).ranked]
+    rankings = [[(candidate.plan, candidate.estimate) for candidate in problem.search(Cluster.parse("4xH100")).ranked]
                 for problem in (short, whole)]
     assert rankings[0] == rankings[1]
 

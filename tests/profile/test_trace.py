@@ -163,8 +163,8 @@ def test_recurrent_layers_multiply(precision: str):
 
     assert profile.forward_flops_per_sample == flops
     assert flops < profile.backward_flops_per_sample <= 2 * flops  # inputs and first states may need no gradients
-    one = [product for segment in profile.segments for product in segment.forward.products]
-    assert sum(product.flops for product in one) == flops
+    products = [product for segment in profile.segments for product in segment.forward.products]
+    assert sum(product.flops for product in products) == flops
 
 
 def test_recurrent_layers_keep_a_workspace():
@@ -210,11 +210,11 @@ def test_the_update_is_run_once():
                                     "flash_attention_for_cpu"])
 def test_heads_that_share_keys_are_counted_as_if_each_had_its_own(kernel: str):
     """On whichever device: the kernels read them so."""
-    query, shared, own = (torch.empty(2, heads, 5, 4, device="meta") for heads in (6, 2, 6))
+    query, shared, full = (torch.empty(2, heads, 5, 4, device="meta") for heads in (6, 2, 6))
     for name, first in ((f"_scaled_dot_product_{kernel}", ()), (f"_scaled_dot_product_{kernel}_backward", (query,))):
         formula = recorder._FORMULAS[getattr(torch.ops.aten, name)]
         products = 5 if first else 2
-        assert formula(*first, query, shared, shared, out_val=None) == formula(*first, query, own, own, out_val=None)
+        assert formula(*first, query, shared, shared, out_val=None) == formula(*first, query, full, full, out_val=None)
         assert formula(*first, query, shared, shared, out_val=None) == products * 2 * 2 * 6 * 5 * 5 * 4
 
 

@@ -75,5 +75,5 @@ def test_fused_updates_are_the_same_whatever_lies_in_the_gradients_place():
             given[1].grad = torch.randn(7, generator=drawn, dtype=torch.float64) if step != 1 else None
             optimizer.step()
         made.append(given)
-    for one, other in zip(*made, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
+    for actual, expected in zip(*made, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-14)

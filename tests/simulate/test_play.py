@@ -90,19 +90,19 @@ def test_ranks_wait_for_messages():
     second = (Allocate("activations", 7), Receive(0, "x"), Compute(flops=50), Send(0, "y", 10))
     link = Link(bytes_per_s=10, latency_s=0.5)
 
-    one, other = play_together([first, second], [RATES, RATES], link)
+    first_rank, second_rank = play_together([first, second], [RATES, RATES], link)
 
-    assert one.step_s == pytest.approx(3 + 2 + 0.5 + 5 + 1 + 0.5 + 1)
-    assert one.breakdown["compute"] == pytest.approx(8)
-    assert other.step_s == pytest.approx(3 + 2 + 0.5 + 5 + 1)
-    assert (one.peak_memory_bytes, other.peak_memory_bytes) == (0, 7)
+    assert first_rank.step_s == pytest.approx(3 + 2 + 0.5 + 5 + 1 + 0.5 + 1)
+    assert first_rank.breakdown["compute"] == pytest.approx(8)
+    assert second_rank.step_s == pytest.approx(3 + 2 + 0.5 + 5 + 1)
+    assert (first_rank.peak_memory_bytes, second_rank.peak_memory_bytes) == (0, 7)
 
 
 def test_messages_leave_one_after_the_other():
     """A rank's link carries one of them at a time; computing goes on meanwhile."""
     sends = (Send(1, "a", 10), Send(1, "b", 20), Compute(flops=10))
-    one, other = play_together([sends, (Receive(0, "b"), Receive(0, "a"))], [RATES, RATES], LINK)
-    assert (one.breakdown["compute"], one.step_s, other.step_s) == (1, 3, 3)
+    first_rank, second_rank = play_together([sends, (Receive(0, "b"), Receive(0, "a"))], [RATES, RATES], LINK)
+    assert (first_rank.breakdown["compute"], first_rank.step_s, second_rank.step_s) == (1, 3, 3)
 
 
 def test_a_message_that_nobody_sends():
