@@ -121,18 +121,18 @@ def test_scales_are_those_of_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> Non
     """Growth after 2000 updates in a row, here after 40, half after an overflow, in any order."""
     assert torch.amp.GradScaler("cpu").get_growth_interval() == scaling.GROWTH_INTERVAL
     monkeypatch.setattr(scaling, "GROWTH_INTERVAL", 40)
-    ours, theirs = LossScale(), torch.amp.GradScaler("cpu", growth_interval=40)
+    loss_scale, grad_scaler = LossScale(), torch.amp.GradScaler("cpu", growth_interval=40)
     optimizer = torch.optim.SGD([p := torch.nn.Parameter(torch.ones(1))], lr=0.0)
     overflows = {1, 5, 6, 50, 91}
     for step in range(150):
-        assert ours.scale == theirs.get_scale(), step
-        p.grad = theirs.scale(torch.full((1,), math.inf if step in overflows else 1.0))
+        assert loss_scale.scale == grad_scaler.get_scale(), step
+        p.grad = grad_scaler.scale(torch.full((1,), math.inf if step in overflows else 1.0))
         gradient = p.grad.clone()
-        theirs.step(optimizer)
-        theirs.update()
-        overflow = ours.unscale([gradient], torch.device("cpu"))
-        ours.update(is_skipped=bool(overflow), count=1.0, loss=0.0, step=step)
-    assert ours.skipped_steps == 5
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        overflow = loss_scale.unscale([gradient], torch.device("cpu"))
+        loss_scale.update(is_skipped=bool(overflow), count=1.0, loss=0.0, step=step)
+    assert loss_scale.skipped_steps == 5
 
 
 def test_all_kinds_of_gradients_are_unscaled() -> None:

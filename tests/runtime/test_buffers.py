@@ -67,8 +67,8 @@ def test_many_buffers_meet_together(run_ranks: Callable[..., Any]):
         reduce = dist.all_reduce
         dist.all_reduce = lambda *args, **kwargs: (counts.append(1), reduce(*args, **kwargs))[1]
         for has_unsynced in (True, False):  # the stepper's own all-reduce tells
-            for one in model:
-                one.see(2.0 + context.rank)
+            for module in model:
+                module.see(2.0 + context.rank)
             counts.clear()
             buffers.meet(0.5, dist.group.WORLD, has_unsynced=has_unsynced)
         return len(counts)

@@ -58,13 +58,13 @@ def test_a_sample_gets_the_same_numbers_however_the_window_is_cut(stream: bool):
 def test_what_mixes_samples_or_draws_by_itself_is_refused_where_the_window_is_cut():
     """With the whole window both run, as before."""
     generator = torch.Generator().manual_seed(0)
-    own = job(lambda samples: torch.stack(samples) + torch.randn(3, generator=generator) + torch.rand(1))
+    seeded_job = job(lambda samples: torch.stack(samples) + torch.randn(3, generator=generator) + torch.rand(1))
 
-    assert len(inputs(job(mixed), (1,))) == len(inputs(own, (1,))) == 4
+    assert len(inputs(job(mixed), (1,))) == len(inputs(seeded_job, (1,))) == 4
     with pytest.raises(TrainingError, match=r"collate draws torch.randperm\(4\) where it has 4 of the step's 7"):
         inputs(job(mixed), (1, 1))
     with pytest.raises(TrainingError, match="collate draws from a generator of its own"):
-        inputs(own, (1, 1))
+        inputs(seeded_job, (1, 1))
 
 
 def test_a_collate_that_draws_nothing_runs_once_a_batch():

@@ -78,22 +78,22 @@ def test_a_live_line_on_a_terminal(start_child: Any, run_ranks: Callable[..., An
     """What is printed or warned of meanwhile stands above the line, and the log holds the words alone."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "200")
-    ours, theirs = os.openpty()
+    parent_fd, child_fd = os.openpty()
 
     def on_terminal() -> None:
-        os.dup2(theirs, 2)
+        os.dup2(child_fd, 2)
         assert run_ranks(work, 1, run_dir=tmp_path) == [True]
 
     child = start_child(on_terminal)
     assert child.exit_code() == 0, child.stderr
-    os.close(theirs)
+    os.close(child_fd)
     terminal = b""
     while True:
         try:
-            terminal += os.read(ours, 4096)
+            terminal += os.read(parent_fd, 4096)
         except OSError:  # all of it is read
             break
-    os.close(ours)
+    os.close(parent_fd)
     shown, log = terminal.decode(), (tmp_path / "logs" / "rank-0.log").read_text()
     assert "loss 0.5123" in shown
     assert "\x1b" in shown

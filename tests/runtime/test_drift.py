@@ -146,9 +146,9 @@ def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_p
     before the next update, also if the state is read beside the next step."""
     finish = drift.ReplicaComparison.finish
 
-    def finish_late(comparison: drift.ReplicaComparison, **what: Any) -> None:
+    def finish_late(comparison: drift.ReplicaComparison, **options: Any) -> None:
         time.sleep(0.5)  # the writers are done: they have to find it by themselves
-        finish(comparison, **what)
+        finish(comparison, **options)
 
     if is_beside:
         monkeypatch.setattr(drift, "_BESIDE_BYTES", 1)

@@ -121,10 +121,10 @@ def test_loader_workers_change_nothing():
     options: dict[str, Any] = {"shares": (2, 1), "rank": 0, "num_microbatches": 2, "steps": range(3, 9)}
     plain, loaded = feed(Augmented(), **options), feed(Augmented(), loader_workers=2, **options)
     assert [window for window, _ in plain] == [window for window, _ in loaded]
-    for (_, ours), (_, theirs) in zip(plain, loaded, strict=True):
-        assert [batch.samples for batch in ours] == [batch.samples for batch in theirs]
+    for (_, batches), (_, loaded_batches) in zip(plain, loaded, strict=True):
+        assert [batch.samples for batch in batches] == [batch.samples for batch in loaded_batches]
         assert all(torch.equal(a.input, b.input) and torch.equal(a.target, b.target)
-                   for a, b in zip(ours, theirs, strict=True))
+                   for a, b in zip(batches, loaded_batches, strict=True))
 
 
 def test_a_rank_without_samples_gets_a_stand_in():

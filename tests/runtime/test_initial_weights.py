@@ -86,9 +86,9 @@ def by_hand(job: pl.Job, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    for name, value in theirs.items():
-        torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-12)
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-12)
 
 
 @pytest.mark.sweep(1)

@@ -40,9 +40,9 @@ def test_a_huge_permutation_needs_no_list(size: int, seed: int, positions: set[i
 @given(size=SIZES, seed=SEEDS, first=st.integers(0, 4999))
 def test_positions_are_answered_one_by_one_as_together(size: int, seed: int, first: int):
     """What stands at a position does not depend on what else is asked; the argument is left as it was."""
-    shuffle, asked = Permutation(size, seed), np.arange(size)
-    together = shuffle(asked)
-    assert np.array_equal(asked, np.arange(size))
+    shuffle, positions = Permutation(size, seed), np.arange(size)
+    together = shuffle(positions)
+    assert np.array_equal(positions, np.arange(size))
     assert shuffle(np.array([first % size]))[0] == together[first % size]
 
 

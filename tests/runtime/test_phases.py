@@ -85,9 +85,9 @@ def train(job: pl.Job, plan: str, run: Path, **options: Any) -> dict[str, Tensor
     return load_file(run / "model.safetensors")
 
 
-def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    for name, value in theirs.items():
-        torch.testing.assert_close(mine[name], value, **EXACT)
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, **EXACT)
 
 
 def frozen_at(step: int, epoch: int) -> tuple[str, ...]:
@@ -322,12 +322,12 @@ def test_phases_in_half_precision(tmp_path: Path) -> None:
     """fp16 with loss scaling: a frozen parameter stays bit by bit, and ranks end near one device."""
     job = make_job(precision="fp16", optimizer=lambda named: torch.optim.SGD(named, lr=0.2), batch=BATCH, steps=6,
                    freeze=pl.by_step({0: "body", 6: ()}))
-    one, two = (train(job, plan, tmp_path / plan) for plan in ("single", "data=2"))
+    single, data_parallel = (train(job, plan, tmp_path / plan) for plan in ("single", "data=2"))
     still = lambda named: torch.optim.SGD(named, lr=0.0)  # noqa: E731
     start = train(make_job(steps=1, optimizer=still, precision="float32"), "single", tmp_path / "start")
-    for name in one:
-        assert torch.equal(one[name], start[name]) == name.startswith("body")
-        torch.testing.assert_close(one[name], two[name], rtol=0, atol=2e-3)
+    for name in single:
+        assert torch.equal(single[name], start[name]) == name.startswith("body")
+        torch.testing.assert_close(single[name], data_parallel[name], rtol=0, atol=2e-3)
 
 
 def test_patterns_are_read_in_every_form() -> None:

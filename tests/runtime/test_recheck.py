@@ -393,7 +393,7 @@ def own_job(flips: tuple[str, str, int, int] | None = None) -> pl.Job:
                   followers={"average": pl.ema("head", 0.9)}, data=base.data, batch=12, steps=8)
 
 
-@pytest.mark.parametrize(("plan", "what", "moment", "step", "says"), [
+@pytest.mark.parametrize(("plan", "target", "moment", "step", "says"), [
     ("single", "weight", "begin", 5, r"'head\.\d\.weight' changed after the update of step 4"),
     ("shard=2", "state", "between", 5, r"exp_avg of 'head\.\d\.weight' changed after the update of step 5"),
     ("single", "state", "end", 6, r"exp_avg of 'head\.\d\.weight' changed after the update of step 6"),
@@ -402,11 +402,11 @@ def own_job(flips: tuple[str, str, int, int] | None = None) -> pl.Job:
         ("tensor=2", "weight", "end", 5, r"'head\.\d\.weight' changed after the update of step 5"),
         ("pipeline=2 microbatches=2", "state", "begin", 5, r"'head\.\d\.weight' changed after the update of step 4"),
         ("data=2 local=2", "weight", "begin", 5, r"'head\.\d\.weight' changed after the update of step 4")))])
-def test_what_flips_in_a_step_of_ones_own_is_found(run_ranks: Any, tmp_path: Path, plan: str, what: str, moment: str,
+def test_what_flips_in_a_step_of_ones_own_is_found(run_ranks: Any, tmp_path: Path, plan: str, target: str, moment: str,
                                                    step: int, says: str):
     """Between two updates of one step, in one that updates this model not at all, and before the next."""
     rank = Plan.parse(plan).world_size - 1
-    ended = trained(run_ranks, plan, tmp_path, 1, job=own_job((what, moment, step, rank)), save_every=2)
+    ended = trained(run_ranks, plan, tmp_path, 1, job=own_job((target, moment, step, rank)), save_every=2)
     assert [end and end[1] for end in ended] == [place != rank for place in range(len(ended))]
     (message,) = {end[0] for end in ended if end and not end[1]}
     assert re.search(f"on rank {rank}, .*{says}", message)

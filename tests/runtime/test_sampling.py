@@ -77,10 +77,10 @@ class Stateful(ByEpoch):
     """Goes on with a generator of its own."""
 
     def __init__(self) -> None:
-        self.own = random.Random(0)
+        self.random_numbers = random.Random(0)
 
     def __iter__(self) -> Iterator[int]:
-        return iter([self.own.randrange(10) for _ in range(7)])
+        return iter([self.random_numbers.randrange(10) for _ in range(7)])
 
 
 class Short(ByEpoch):

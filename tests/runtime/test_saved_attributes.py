@@ -81,9 +81,9 @@ def test_a_resumed_run_counts_on(before: str, after: str, tmp_path: Path) -> Non
     train(job, before, tmp_path / "cut", steps=3)
     cut = train(job, after, tmp_path / "cut", resume=True)
 
-    theirs = load_file(tmp_path / "cut" / "model.safetensors")
+    resumed = load_file(tmp_path / "cut" / "model.safetensors")
     for name, tensor in load_file(tmp_path / "whole" / "model.safetensors").items():
-        torch.testing.assert_close(theirs[name], tensor, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-12, atol=1e-12)
     assert cut["validation_loss"] == pytest.approx(whole["validation_loss"], rel=1e-12)
 
 

@@ -298,10 +298,10 @@ def own_step(ctx, batch):
 def test_a_step_of_ones_own_ends_with_its_samples(tmp_path, plan):
     """A loss of it that is not finite ends all ranks at once, and leaves the samples."""
     job, bad = make(value=math.nan)
-    own = pl.Job(models={"net": job.model}, step=own_step, data=job.data, batch=BATCH, steps=STEPS, precision="float64",
-                 optimizers={"net": lambda named: torch.optim.SGD(named, lr=1e-2)})
+    own_step_job = pl.Job(models={"net": job.model}, step=own_step, data=job.data, batch=BATCH, steps=STEPS,
+                          precision="float64", optimizers={"net": lambda named: torch.optim.SGD(named, lr=1e-2)})
     with pytest.raises(RankFailed, match="not a number") as caught:
-        pl.train(own, plan, run=tmp_path, check=False, table=False, timeout_s=60)
+        pl.train(own_step_job, plan, run=tmp_path, check=False, table=False, timeout_s=60)
 
     assert "no sign of life" not in str(caught.value) and "first module" not in str(caught.value)
     assert any(bad in samples for document in kept_of(tmp_path) for samples in document["samples"])
@@ -330,13 +330,13 @@ def test_state_of_forwards_goes_back_too(tmp_path):
     for name, plan in (("one", "single"), ("two", "data=2")):
         pl.train(job, plan, run=tmp_path / name, on_spike="rewind", save_every=EVERY, check=False, table=False)
 
-    one, two = (load_tensors(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    single, data_parallel = (load_tensors(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     order, passed = Order.of(job), range(BAD_STEP // EVERY * EVERY, BAD_STEP)
     sums = torch.zeros(8, dtype=torch.float64)
     for step in (step for step in range(STEPS) if step not in passed):
         window = order.window(step)
         indices = order.indices(window.epoch, range(window.start, window.start + window.count))
         sums += torch.stack([job.data[index][0] for index in indices]).mean(0)
-    for tensors in (one, two):
+    for tensors in (single, data_parallel):
         torch.testing.assert_close(tensors["sums"], sums, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(one["body.weight"], two["body.weight"], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(single["body.weight"], data_parallel["body.weight"], rtol=1e-9, atol=1e-12)

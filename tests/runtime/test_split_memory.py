@@ -58,23 +58,23 @@ def save(run: Any) -> None:
 @pytest.mark.parametrize("plan", ["pipeline=4", "tensor=4", "shard=4"])
 def test_the_whole_model_is_nowhere(plan: str, tmp_path: Path, run_ranks: Callable[..., Any]) -> None:
     """256 MiB on four ranks: each holds 64, and in passing some more. What is stored is the whole."""
-    asked = paceline.Plan.parse(plan).with_microbatches(2)
+    split_plan = paceline.Plan.parse(plan).with_microbatches(2)
 
     def body(context: Any) -> dict[str, float]:
-        settings = loop.Settings(tmp_path, (1,) * asked.replicas, resume=True)
-        loop._build(context, make_job(64), asked, loop.Settings(None, settings.shares))  # torch's own, taken once
+        settings = loop.Settings(tmp_path, (1,) * split_plan.replicas, resume=True)
+        loop._build(context, make_job(64), split_plan, loop.Settings(None, settings.shares))  # torch's own, taken once
         phases = Phases()
-        run = phases.measure("start", lambda: loop._build(context, make_job(WIDTH), asked, settings))
+        run = phases.measure("start", lambda: loop._build(context, make_job(WIDTH), split_plan, settings))
         run.step = 1
         phases.measure("save", lambda: save(run))
         phases.measure("export", lambda: state.export(run.stepper.model, tmp_path, step=1))
         return phases.peaks
 
     def resume(context: Any) -> dict[str, float]:
-        settings = loop.Settings(tmp_path, (1,) * asked.replicas, resume=True)
-        loop._build(context, make_job(64), asked, loop.Settings(None, settings.shares))
+        settings = loop.Settings(tmp_path, (1,) * split_plan.replicas, resume=True)
+        loop._build(context, make_job(64), split_plan, loop.Settings(None, settings.shares))
         phases = Phases()
-        run = phases.measure("build", lambda: loop._build(context, make_job(WIDTH), asked, settings))
+        run = phases.measure("build", lambda: loop._build(context, make_job(WIDTH), split_plan, settings))
         phases.measure("restore", lambda: loop._restore(run))
         assert run.step == 1
         return phases.peaks

@@ -106,11 +106,11 @@ CHANGES: dict[str, Callable[[Stepper], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_is_seen(stepper: Stepper, what: str) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_seen(stepper: Stepper, change: str) -> None:
     structure = Structure(stepper)
     assert structure.is_current()
-    CHANGES[what](stepper)
+    CHANGES[change](stepper)
     assert not structure.is_current()
 
 

@@ -47,7 +47,7 @@ class Starter:
 
     process: subprocess.Popen[str]
 
-    def _said(self) -> int:
+    def _next_number(self) -> int:
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], TIMEOUT_S)[0]
         return int(self.process.stdout.readline())
@@ -57,10 +57,10 @@ class Starter:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([code, str(folder)]) + "\n")
         self.process.stdin.flush()
-        return self._said()
+        return self._next_number()
 
     def exit_code(self) -> int:
-        return self._said()
+        return self._next_number()
 
 
 @pytest.fixture(scope="module")

@@ -152,10 +152,10 @@ def test_memory_of_saves_is_not_the_ranks_own(tmp_path: Path, run_ranks: Any) ->
 
 def test_memory_that_cannot_be_pinned_is_the_save_s_affair(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that pins it before says nothing."""
-    asked: list[str] = []
+    refused_names: list[str] = []
 
     def refuse(staging: Staging, piece: TensorPiece) -> torch.Tensor:
-        asked.append(piece.name)
+        refused_names.append(piece.name)
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -163,4 +163,4 @@ def test_memory_that_cannot_be_pinned_is_the_save_s_affair(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     monkeypatch.setattr(Staging, "_memory_for", refuse)
     Staging(torch.device("cuda:1")).reserve(pieces_of("w", torch.zeros(4)))
-    assert asked == ["w"]
+    assert refused_names == ["w"]

@@ -152,7 +152,7 @@ def test_names_of_state_do_not_know_the_layout(tmp_path: Path) -> None:
 
     wrapped = open_checkpoint(tmp_path / "a" / "checkpoints" / "step-1")
     assert wrapped.tensors["optimizer/out.weight/self.parts.matrices/momentum_buffer"].shape == (3, 16)
-    own = open_checkpoint(tmp_path / "b" / "checkpoints" / "step-1")
-    assert {name.split("/", 2)[2] for name in own.tensors if name.startswith("optimizer/out.weight/")} == {
+    custom = open_checkpoint(tmp_path / "b" / "checkpoints" / "step-1")
+    assert {name.split("/", 2)[2] for name in custom.tensors if name.startswith("optimizer/out.weight/")} == {
         "self.averages", "history.0", "history.1", ".values"}
-    assert own.document["optimizer"]["attributes"] == {"count": 1}
+    assert custom.document["optimizer"]["attributes"] == {"count": 1}
