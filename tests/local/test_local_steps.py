@@ -101,19 +101,19 @@ class ByHand:
         counted = [[0] * len(self.models) for _ in self.fragments]
         for step, batch in enumerate(whole_batches(self.job, steps), 1):
             total = 0.0
-            for number, own in enumerate(split(batch.samples, [1] * len(self.models))):
-                if not len(own):
+            for number, share in enumerate(split(batch.samples, [1] * len(self.models))):
+                if not len(share):
                     continue
                 model, optimizer = self.models[number], self.optimizers[number]
                 optimizer.zero_grad()
-                loss = self.job.loss(model(batch.input[own.start:own.stop]), batch.target[own.start:own.stop])
+                loss = self.job.loss(model(batch.input[share.start:share.stop]), batch.target[share.start:share.stop])
                 loss.backward()
                 if self.job.clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), self.job.clip)
                 optimizer.step()
                 for counts in counted:
-                    counts[number] += len(own)
-                total += loss.item() * len(own)
+                    counts[number] += len(share)
+                total += loss.item() * len(share)
             self.losses.append(total / batch.samples)
             if self.ways and self.arrives <= step:
                 self.arrive(own_part=0.5)

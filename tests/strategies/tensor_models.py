@@ -35,10 +35,10 @@ def job_of(model: Callable[[], nn.Module], **options: Any) -> paceline.Job:
 
 def laid_out(job: paceline.Job, plan: str, context: Any) -> Stepper:
     """The stepper of one rank of a plan."""
-    asked = paceline.Plan.parse(plan).with_microbatches(1)
-    mesh = Mesh(asked.axes.sizes(), context.rank)
+    parsed_plan = paceline.Plan.parse(plan).with_microbatches(1)
+    mesh = Mesh(parsed_plan.axes.sizes(), context.rank)
     mesh.connect()
-    return Stepper(job, asked, mesh, context.device)
+    return Stepper(job, parsed_plan, mesh, context.device)
 
 
 class Mlp(nn.Module):

@@ -122,7 +122,7 @@ def test_sums_are_alike_on_all_ranks_and_near_the_exact_ones(run_ranks: Callable
             sent = torch.stack([step[number] for step in sums_by_step])
             everyone = [torch.empty_like(sent) for _ in range(ranks)]
             dist.all_gather(everyone, sent)
-            assert all(torch.equal(theirs, sent) for theirs in everyone)
+            assert all(torch.equal(other, sent) for other in everyone)
             given_up = torch.zeros_like(made.memory[number])
             if number in made.method.residuals:
                 given_up += made.method.residuals[number]

@@ -86,9 +86,9 @@ def by_hand(replicas: int, steps: int) -> dict[str, torch.Tensor]:
         model.load_state_dict(first)
     optimizers = [sgd(list(model.named_parameters())) for model in models]
     for batch in whole_batches(job, steps):
-        for model, optimizer, own in zip(models, optimizers, split(batch.samples, [1] * replicas), strict=True):
+        for model, optimizer, share in zip(models, optimizers, split(batch.samples, [1] * replicas), strict=True):
             optimizer.zero_grad()
-            job.loss(model(batch.input[own.start:own.stop]), batch.target[own.start:own.stop]).backward()
+            job.loss(model(batch.input[share.start:share.stop]), batch.target[share.start:share.stop]).backward()
             optimizer.step()
         states = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
         for number, model in enumerate(models):

@@ -82,7 +82,7 @@ def test_blocks_are_what_playing_every_event_gives(text):
                           rank_stride=plan.world_size // plan.axes.pipeline)
 
     assert step_s == pytest.approx(max(t.step_s for t in exact), rel=0.01)
-    assert max(one.timeline.peak_memory_bytes for one in played) == pytest.approx(
+    assert max(rank.timeline.peak_memory_bytes for rank in played) == pytest.approx(
         max(t.peak_memory_bytes for t in exact), rel=0.03)
 
 

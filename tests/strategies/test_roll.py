@@ -23,10 +23,10 @@ class Alone(OrderCheck):
 
     def __init__(self, *, expects: bool = True) -> None:
         super().__init__(UNITS, None, [0], expects=expects)  # type: ignore[arg-type]
-        self.asked: list[tuple[int, bool]] = []
+        self.comparisons: list[tuple[int, bool]] = []
 
     def _compare(self, unit: int, *, may_be_alone: bool) -> None:
-        self.asked.append((unit, may_be_alone))
+        self.comparisons.append((unit, may_be_alone))
 
 
 def forward(called: OrderCheck, units: Sequence[int]) -> None:
@@ -39,14 +39,14 @@ def test_what_always_came_next_is_not_asked_again():
     check = Alone()
     for _ in range(ALIKE + 5):
         forward(check, [0, 1])
-    assert check.asked == [(0, False), (1, False), (3, False)] * ALIKE
+    assert check.comparisons == [(0, False), (1, False), (3, False)] * ALIKE
 
 
 def test_ranks_that_do_not_expect_ask_each_time():
     check = Alone(expects=False)
     for _ in range(ALIKE + 5):
         forward(check, [0])
-    assert check.asked == [(0, False), (3, False)] * (ALIKE + 5)
+    assert check.comparisons == [(0, False), (3, False)] * (ALIKE + 5)
 
 
 @pytest.mark.parametrize("expects", [True, False])
@@ -62,23 +62,23 @@ def test_another_way_is_asked_and_then_so_is_every_choice_there():
     check = Alone()
     for _ in range(ALIKE):
         forward(check, [0, 1])
-    check.asked.clear()
+    check.comparisons.clear()
     forward(check, [0, 2])
-    assert check.asked == [(2, True), (3, False)]
-    check.asked.clear()
+    assert check.comparisons == [(2, True), (3, False)]
+    check.comparisons.clear()
     forward(check, [0, 1])
-    assert check.asked == [(1, False)]
+    assert check.comparisons == [(1, False)]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30))
 @settings(deadline=None)
 def test_a_rank_that_asks_is_never_alone_among_ranks_that_go_alike(forwards: list[list[int]]):
     """Ranks with one history ask at the same calls, so that no collective of theirs is missed."""
-    one, other = Alone(), Alone()
+    check, other_check = Alone(), Alone()
     for units in forwards:
-        forward(one, units)
-        forward(other, units)
-        assert one.asked == other.asked
+        forward(check, units)
+        forward(other_check, units)
+        assert check.comparisons == other_check.comparisons
 
 
 def _run(context: Any, ways: list[list[int]]) -> str:

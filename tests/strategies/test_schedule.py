@@ -30,22 +30,23 @@ def test_every_order_is_complete_and_never_blocks(name, num_ranks, num_microbatc
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (4, 4), (3, 9)])
 def test_gpipe_and_1f1b_idle_alike_and_1f1b_holds_less(num_ranks, num_microbatches):
     """(p-1)/(m+p-1) of the time (Huang et al. 2019); 1F1B has as many forwards in flight as stages are left."""
-    gpipe, one = (schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches) for name in ("gpipe", "1f1b"))
+    gpipe, one_f_one_b = (schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+                          for name in ("gpipe", "1f1b"))
     expected = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
 
     assert bubble(gpipe, num_stages=num_ranks) == pytest.approx(expected)
-    assert bubble(one, num_stages=num_ranks) == pytest.approx(expected)
+    assert bubble(one_f_one_b, num_stages=num_ranks) == pytest.approx(expected)
     assert [in_flight(order) for order in gpipe] == [num_microbatches] * num_ranks
-    assert [in_flight(order) for order in one] == list(range(num_ranks, 0, -1))
+    assert [in_flight(order) for order in one_f_one_b] == list(range(num_ranks, 0, -1))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (4, 16)])
 def test_interleaved_and_zero_bubble_idle_less(num_ranks, num_microbatches):
     """Interleaving divides the bubble by the stages a rank; zero bubble keeps 1F1B's memory of the first rank."""
-    one = schedule("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    one_f_one_b = schedule("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
     turns = schedule("interleaved", num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=2)
     zero = schedule("zero-bubble", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    idle = bubble(one, num_stages=num_ranks)
+    idle = bubble(one_f_one_b, num_stages=num_ranks)
     ratio = (num_ranks - 1) / num_microbatches / 2
 
     assert bubble(turns, num_stages=2 * num_ranks) == pytest.approx(ratio / (1 + ratio))

@@ -146,4 +146,4 @@ def test_plans_are_what_one_device_computes(plan: str):
                        precision="float64")
     certificates = paceline.verify(job, [f"{plan} recompute=selective"], resume="no")
 
-    assert [one.verdict for one in certificates] == ["passed"]
+    assert [certificate.verdict for certificate in certificates] == ["passed"]

@@ -78,9 +78,9 @@ def test_a_whole_value_that_parts_use_has_the_sum_of_their_gradients(run_ranks: 
         mesh.connect()
         exchanges = Exchanges(mesh.devices("cpu")["tensor"])
         part = float(1 + context.rank)
-        one, other, unused, cut = (torch.ones(2, requires_grad=True) for _ in range(4))
-        (exchanges.summing_gradients()(one) * part).sum().backward()
-        first = one.grad.tolist()  # type: ignore[union-attr]
+        summed, other, unused, cut = (torch.ones(2, requires_grad=True) for _ in range(4))
+        (exchanges.summing_gradients()(summed) * part).sum().backward()
+        first = summed.grad.tolist()  # type: ignore[union-attr]
         used, _ = exchanges.sum_all_gradients(other, unused)
         (used * part).sum().backward()
         (exchanges.gather_summing_gradients(Cut(0))(cut) * part).sum().backward()

@@ -334,10 +334,10 @@ def test_what_lies_between_is_cut_along_the_sequence(seen: dict[str, Any]) -> No
 def test_a_block_exchanges_four_times(seen: dict[str, Any]) -> None:
     """Two sums after rows in forward, two before columns in backward, as in Megatron-LM, where no sequence is cut. They
     take the memory of the products that they sum."""
-    none, one = (seen["of_a_block"][0][name] for name in ("none", "whole"))
+    none, whole = (seen["of_a_block"][0][name] for name in ("none", "whole"))
 
-    assert [after - before for before, after in zip(none["exchanges"], one["exchanges"], strict=True)] == [2, 2]
-    assert one["copies"] == none["copies"]
+    assert [after - before for before, after in zip(none["exchanges"], whole["exchanges"], strict=True)] == [2, 2]
+    assert whole["copies"] == none["copies"]
 
 
 class Planned(nn.Module):
@@ -370,8 +370,10 @@ def exchanges_of(stepper: Any) -> list[int]:
 @look
 def at_a_border(context: Any) -> dict[str, Any]:
     """Exchanges of one block, and of two, and the values that pass between these in parts."""
-    one, two = (split(context, model, sequence_bytes=0) for model in (lambda: Stack(Planned({}), width=24), of_two))
-    return {"exchanges": [exchanges_of(one), exchanges_of(two)], "parts": described_parts(two), "cuts": cuts(one)}
+    one_block, two_blocks = (split(context, model, sequence_bytes=0)
+                             for model in (lambda: Stack(Planned({}), width=24), of_two))
+    return {"exchanges": [exchanges_of(one_block), exchanges_of(two_blocks)], "parts": described_parts(two_blocks),
+            "cuts": cuts(one_block)}
 
 
 def described_parts(stepper: Any) -> list[Any]:
@@ -383,10 +385,10 @@ def test_values_between_blocks_stay_cut(seen: dict[str, Any]) -> None:
     """What one block gives to the next is cut; what a module without such a cut gives or takes is whole. Each border
     spares a gathering in forward and one in backward."""
     observed = seen["at_a_border"][0]
-    one, two = observed["exchanges"]
+    one_block, two_blocks = observed["exchanges"]
 
     assert observed["parts"] == [["blocks.0", "blocks.1"], [[2, 3, 24]]]
-    assert [after - before for before, after in zip(one, two, strict=True)] == [2, 3]
+    assert [after - before for before, after in zip(one_block, two_blocks, strict=True)] == [2, 3]
 
 
 @look
@@ -481,8 +483,8 @@ def test_a_price_counts_what_ranks_run_and_send(run_ranks: Callable[..., Any], m
                       rank.profile.parameter_bytes]
 
     whole = sum(sum(p.flops for p in segment.forward.products) for segment in pieces.priced(2)[1].values())
-    own = sum(sum(p.flops for p in segment.forward.products) for segment in rank.profile.segments)
-    assert own < 0.6 * whole
+    rank_flops = sum(sum(p.flops for p in segment.forward.products) for segment in rank.profile.segments)
+    assert rank_flops < 0.6 * whole
 
 
 PLANS = [({}, {"up.weight": (0, 1), "down.weight": (1, 1)}),

@@ -63,9 +63,9 @@ def test_compiling_is_proposed_for_long_runs_alone(steps: int | None, chosen: st
     """Half a second of each step makes up for 40 after 80 steps."""
     ranked_plans = search(price, Limits(8, compiled_steps=steps), DeviceCounts(2, 2, may_be_fewer=True))
     assert ranked_plans.chosen is not None and str(ranked_plans.chosen.plan) == chosen
-    proposed = [one for one in ranked_plans.ranked if one.plan.modifiers.compile != "none"]
+    proposed = [candidate for candidate in ranked_plans.ranked if candidate.plan.modifiers.compile != "none"]
     assert bool(proposed) == (chosen != "single")
-    assert all(one.plan.relaxed is None for one in proposed)
+    assert all(candidate.plan.relaxed is None for candidate in proposed)
 
 
 def test_what_does_not_compose_is_not_proposed():

@@ -92,10 +92,11 @@ def test_real_kernels_leave_names_alone_and_name_what_is_compiled_again(tmp_path
 
     assert summary["validation_loss"] is not None
     again = summary["compile"]["recompiled"]
-    assert {(one["rank"], one["block"]) for one in again} == {(0, "blocks.0")}  # of the last sample, rank 1 has none
-    assert all("size mismatch" in one["again"] for one in again)
-    assert all(f"compiled '{one['block']}' again in" in (
-        tmp_path / "compiled" / "logs" / f"rank-{one['rank']}.log").read_text() for one in again)
+    # Of the last sample, rank 1 has none.
+    assert {(entry["rank"], entry["block"]) for entry in again} == {(0, "blocks.0")}
+    assert all("size mismatch" in entry["again"] for entry in again)
+    assert all(f"compiled '{entry['block']}' again in" in (
+        tmp_path / "compiled" / "logs" / f"rank-{entry['rank']}.log").read_text() for entry in again)
     plain, compiled = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "compiled"))
     torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
 

@@ -23,10 +23,10 @@ class Instant:
         self.received = [torch.full((chunk.stop - chunk.start,), 7, dtype=getattr(torch, chunk.wire_dtype))
                          for chunk in shard.chunks]
         self.received_bytes = [bytes_of(chunk) for chunk in self.received]
-        self.asked: list[int] = []
+        self.requested_versions: list[int] = []
 
     def ask(self, version: int, optimizer: str | None = None) -> None:
-        self.asked.append(version)
+        self.requested_versions.append(version)
 
     def is_complete(self) -> bool:
         return False

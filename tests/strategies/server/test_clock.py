@@ -61,8 +61,8 @@ class Play:
             assert bound is None or lease.version == lease.turn
             return
         assert lease.version <= self.clock.version
-        own = self.clock.workers[worker]
-        needed = own.finished + own.sent + len(own.leased) - 1 - bound
+        member_state = self.clock.workers[worker]
+        needed = member_state.finished + member_state.sent + len(member_state.leased) - 1 - bound
         for other, member in self.clock.workers.items():
             assert member.finished >= needed, f"worker {worker} is more than {bound} ahead of {other}"
             seen = sum(version <= lease.version for version in self.by_worker[other])

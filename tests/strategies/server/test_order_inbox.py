@@ -33,13 +33,13 @@ class Arrivals:
     def __init__(self) -> None:
         self.requested_version = self.begun = self.settled = -1
         self.pull_s = 10.0
-        self.asked: list[int] = []
+        self.requested_versions: list[int] = []
         self.on_their_way = False
 
     def ask(self, version: int) -> None:
         assert not self.on_their_way, f"version {version} is asked for while {self.requested_version} is on its way"
         self.requested_version, self.on_their_way = version, True
-        self.asked.append(version)
+        self.requested_versions.append(version)
 
     def begin(self) -> None:
         self.begun = self.requested_version
@@ -71,15 +71,15 @@ def test_an_order_between_two_steps_asks_for_nothing(wait_for: Callable[..., Non
     """It comes when the one before it was taken from the inbox, and its step has not begun."""
     coordinator, arrivals = Coordinator(), Arrivals()
     inbox = _at_first_step(coordinator, arrivals, wait_for, takes_any=takes_any)
-    assert arrivals.asked == [1, 2]  # the second as soon as the first is there
+    assert arrivals.requested_versions == [1, 2]  # the second as soon as the first is there
     order = inbox.next()
     coordinator.send(3)
     _heard(inbox, wait_for, 1)
-    assert arrivals.asked == [1, 2]
+    assert arrivals.requested_versions == [1, 2]
     inbox.fetch(order)
     assert arrivals.begun == 2
     arrivals.arrive(inbox)
-    assert arrivals.asked == [1, 2, 3]
+    assert arrivals.requested_versions == [1, 2, 3]
     coordinator.messages.put(None)
 
 
@@ -88,9 +88,9 @@ def test_weights_that_come_quickly_are_asked_for_when_their_step_begins(wait_for
     coordinator, arrivals = Coordinator(), Arrivals()
     arrivals.pull_s = 0.0
     inbox = _at_first_step(coordinator, arrivals, wait_for, takes_any=True)
-    assert arrivals.asked == [1]
+    assert arrivals.requested_versions == [1]
     inbox.fetch(inbox.next())
-    assert arrivals.asked == [1, 2]
+    assert arrivals.requested_versions == [1, 2]
     coordinator.messages.put(None)
     with pytest.raises(Closed):
         inbox.next()

@@ -68,9 +68,9 @@ def test_what_lacks_something_or_has_something_else_is_refused(role: Role, messa
         for other in (None, True, 3, 0.5, "text", [], ["text"], {}, {"text": 3}):
             if type(other) is not type(value) and not {type(other), type(value)} <= {int, float}:
                 bad.append({**message, key: other})
-        for one in bad:
+        for bad_message in bad:
             with pytest.raises(WireError, match="it sent a message"):
-                checked(role, one)
+                checked(role, bad_message)
 
 
 @pytest.mark.slow
@@ -399,9 +399,9 @@ def _without_stop(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "stop": False} if "stop" in message else message
 
 
-_said = st.sampled_from([message for role, message in GOOD if role == Role.CONTROL])
+_controls = st.sampled_from([message for role, message in GOOD if role == Role.CONTROL])
 _messages = st.one_of(
-    _said, st.builds(lambda message, key, value: {**message, key: value}, _said, st.sampled_from(
+    _controls, st.builds(lambda message, key, value: {**message, key: value}, _controls, st.sampled_from(
         ["told", "finished", "sums", "version", "deaths", "idle", "unused", "values"]), values | st.integers(0, 20)),
     st.dictionaries(words, values, max_size=3)).map(_without_stop).map(json.dumps).map(str.encode)
 

@@ -15,7 +15,7 @@ shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 models = st.lists(st.tuples(shapes, st.sampled_from([("float32", 4), ("float64", 8)])), min_size=1, max_size=12)
 
 
-def _held(model: list, *, split: bool = True, optimizers: int = 1) -> list[ServedParameter]:
+def _served_parameters(model: list, *, split: bool = True, optimizers: int = 1) -> list[ServedParameter]:
     """Parameters that so many optimizers update by turns."""
     return [ServedParameter(f"p{i}", shape, dtype, size, f"o{i % optimizers}", split)
             for i, (shape, (dtype, size)) in enumerate(model)]
@@ -25,25 +25,26 @@ def _held(model: list, *, split: bool = True, optimizers: int = 1) -> list[Serve
 def test_every_row_is_held_once(model: list, num_servers: int, split: bool, optimizers: int):
     """Slices of all servers tile every parameter; chunks tile every server's memory in the order of its slices, and
     each is one optimizer's."""
-    parameters = _held(model, split=split, optimizers=optimizers)
+    parameters = _served_parameters(model, split=split, optimizers=optimizers)
     try:
         shards = assign(parameters, num_servers, chunk_bytes=100)
     except PlanError:
         return
-    for one in parameters:
-        runs = sorted((part.start, part.stop) for shard in shards for part in shard.slices if part.name == one.name)
-        assert runs[0][0] == 0 and runs[-1][1] == (one.shape[0] if one.shape else 1)
+    for p in parameters:
+        runs = sorted((part.start, part.stop) for shard in shards for part in shard.slices if part.name == p.name)
+        assert runs[0][0] == 0 and runs[-1][1] == (p.shape[0] if p.shape else 1)
         assert all(a[1] == b[0] for a, b in pairwise(runs))
         assert split or len(runs) == 1
     for shard in shards:
         for dtype, numel in shard.numels().items():
-            own = [chunk for chunk in shard.chunks if chunk.dtype == dtype]
-            assert [chunk.start for chunk in own] == [0, *(chunk.stop for chunk in own[:-1])]
-            assert own[-1].stop == numel and all(chunk.num_bytes <= 100 for chunk in own)
-            spans = [span for chunk in own for span in chunk.spans]
+            of_dtype = [chunk for chunk in shard.chunks if chunk.dtype == dtype]
+            assert [chunk.start for chunk in of_dtype] == [0, *(chunk.stop for chunk in of_dtype[:-1])]
+            assert of_dtype[-1].stop == numel and all(chunk.num_bytes <= 100 for chunk in of_dtype)
+            spans = [span for chunk in of_dtype for span in chunk.spans]
             assert sum(span.stop - span.start for span in spans) == numel
             assert sorted(spans, key=lambda span: (span.slice, span.start)) == spans
-            assert all(shard.slices[span.slice].optimizer == chunk.optimizer for chunk in own for span in chunk.spans)
+            assert all(shard.slices[span.slice].optimizer == chunk.optimizer
+                       for chunk in of_dtype for span in chunk.spans)
 
 
 def test_balance_by_bytes():

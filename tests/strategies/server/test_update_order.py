@@ -26,10 +26,12 @@ def test_every_part_of_every_step_in_order(num_samples: int, batch: int, workers
     expected = []
     for step in range(3 * turns.order.epoch_end(0)):
         count = turns.order.window(step).count
-        expected += [(step, part, len(own) / count) for part, own in enumerate(split(count, (1,) * workers)) if own]
+        expected += [(step, part, len(share) / count) for part, share in enumerate(split(count, (1,) * workers))
+                     if share]
     actual = [(*turns.place(turn), turns.part(turn)) for turn in range(turns.before(3 * turns.order.epoch_end(0)))]
     assert [place[:2] for place in actual] == [place[:2] for place in expected]
-    assert all(abs(ours[2] - theirs[2]) < 1e-12 for ours, theirs in zip(actual, expected, strict=True))
+    assert all(abs(place[2] - expected_place[2]) < 1e-12
+               for place, expected_place in zip(actual, expected, strict=True))
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.integers(0, 60))

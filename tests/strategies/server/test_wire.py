@@ -345,21 +345,21 @@ def test_chunks_of_a_dropped_update(served: Served):
 
 def test_messages_that_are_too_long_or_no_messages():
     """Their length is checked before it is believed."""
-    ours, theirs = _pair()
-    theirs.send(Header(Kind.MESSAGE, wire.DOCUMENT_BYTES + 1))
+    receiver, sender = _pair()
+    sender.send(Header(Kind.MESSAGE, wire.DOCUMENT_BYTES + 1))
     with pytest.raises(WireError, match="bytes where 0 to"):
-        ours.receive_message()
+        receiver.receive_message()
     for text, why in ((b"{no", "no JSON"), (json.dumps([1]).encode(), "that is a list")):
-        ours, theirs = _pair()
-        theirs.send(Header(Kind.MESSAGE, len(text)), text)
+        receiver, sender = _pair()
+        sender.send(Header(Kind.MESSAGE, len(text)), text)
         with pytest.raises(WireError, match=why):
-            ours.receive_message()
+            receiver.receive_message()
 
 
 def _pair() -> tuple[Connection, Connection]:
     with listen("127.0.0.1") as sock:
-        theirs = socket.create_connection(sock.getsockname()[:2])
-        return _kept(sock.accept()[0]), _kept(theirs)
+        client = socket.create_connection(sock.getsockname()[:2])
+        return _kept(sock.accept()[0]), _kept(client)
 
 
 def test_versions_are_waited_for(served: Served):
@@ -378,18 +378,18 @@ def test_versions_are_waited_for(served: Served):
 def test_a_worker_that_is_given_up_as_it_is_let_in(plain: Served, monkeypatch: pytest.MonkeyPatch):
     """What else is done to its connection is done before anybody may close it."""
     plain.exchange.terms = replace(plain.exchange.terms, keeps_sending=False)
-    ours, theirs = _pair()
-    prioritise = ours.prioritise
+    server_end, worker_end = _pair()
+    prioritise = server_end.prioritise
 
     def give_up(priority: int) -> None:
         plain.exchange.dismiss(WORKER.number, WORKER.incarnation, keeps=[])
         prioritise(priority)
 
-    monkeypatch.setattr(ours, "prioritise", give_up)
-    plain.exchange.serve(ours, WORKER)
-    theirs.sock.settimeout(5)
+    monkeypatch.setattr(server_end, "prioritise", give_up)
+    plain.exchange.serve(server_end, WORKER)
+    worker_end.sock.settimeout(5)
     with pytest.raises(Closed):
-        theirs.receive()
+        worker_end.receive()
     assert not plain.exchange.connections
 
 
@@ -444,13 +444,13 @@ class Attacked:
 
     def works(self, update: int) -> None:
         """A worker fetches weights and rows, and brings a gradient."""
-        connection, own = self.reach()
-        connection.send(Header(Kind.PULL, worker=0, incarnation=own))
+        connection, incarnation = self.reach()
+        connection.send(Header(Kind.PULL, worker=0, incarnation=incarnation))
         for _ in TABLED.chunks:
             header = connection.receive()
             assert header.kind == Kind.WEIGHTS
             connection.read_into(memoryview(bytearray(header.length)))
-        for frame in _frames(own, update):
+        for frame in _frames(incarnation, update):
             connection.send(*frame)
         while self.completed.get(timeout=60) != update:  # a stranger's was complete
             pass
@@ -511,10 +511,10 @@ def _send_anything(attacked: Attacked, data: st.DataObject) -> None:
         sent.append((number, changes, places, data.draw(st.just(None) | st.integers(0, 60)),
                      data.draw(st.just(b"") | st.binary(max_size=9))))
     update = data.draw(st.integers(0, 3))
-    connection, own = attacked.reach()
+    connection, incarnation = attacked.reach()
     try:
         for number, changes, places, end, rest in sent:
-            header, payload = _frames(own, update)[number]
+            header, payload = _frames(incarnation, update)[number]
             frame = bytearray(replace(header, **changes).pack() + payload)
             for place, value in places:
                 frame[place % len(frame)] = value
@@ -525,7 +525,7 @@ def _send_anything(attacked: Attacked, data: st.DataObject) -> None:
     except OSError as error:
         assert not isinstance(error, TimeoutError)
     connection.close()
-    attacked.works(10**15 + own)
+    attacked.works(10**15 + incarnation)
 
 
 @given(st.lists(st.tuples(st.integers(0, 139), st.integers(0, 255)), min_size=1, max_size=3), st.integers(1, 140))
