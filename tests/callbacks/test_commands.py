@@ -66,12 +66,12 @@ def test_a_second_interrupt_ends_a_run_whose_callback_hangs(tmp_path: Path, wait
     started = Command(words(tmp_path), environment("hangs"), tmp_path / "command")
     try:
         wait_for(lambda: diary.exists() and "hangs" in diary.read_text())
-        ours = psutil.Process(started.pid).children(recursive=True)
+        children = psutil.Process(started.pid).children(recursive=True)
         for _ in range(2):
             os.killpg(started.pid, signal.SIGINT)
             time.sleep(1)
         assert started.wait(60) not in (0, -signal.SIGKILL)
-        assert ours and not psutil.wait_procs(ours, timeout=60)[1]
+        assert children and not psutil.wait_procs(children, timeout=60)[1]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)

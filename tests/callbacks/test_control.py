@@ -120,10 +120,10 @@ def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path
     assert len([event for event in events if event[0] == "step"]) == result["steps"] == 40
     assert result["stopped"] == one_device["stopped"]
     assert result.best.step == one_device.best.step
-    for ours, theirs in ((result, one_device), (result.best, one_device.best)):
-        for name, tensor in theirs.state_dict().items():
-            torch.testing.assert_close(ours.state_dict()[name], tensor)
-        assert torch.equal(ours.model()[0].weight, ours.state_dict()["0.weight"])
+    for actual, expected_result in ((result, one_device), (result.best, one_device.best)):
+        for name, tensor in expected_result.state_dict().items():
+            torch.testing.assert_close(actual.state_dict()[name], tensor)
+        assert torch.equal(actual.model()[0].weight, actual.state_dict()["0.weight"])
     kept = {path.name for path in (tmp_path / "plan" / "checkpoints").iterdir()}
     assert kept == {path.name for path in (one_device.run / "checkpoints").iterdir()}
     assert f"step-{result.best.step}" in kept

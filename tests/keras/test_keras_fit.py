@@ -61,9 +61,10 @@ def assert_same(build: Callable[[], Any], plan: str, **fitted: Any) -> None:
     assert list(history) == list(expected)
     for name in expected:
         np.testing.assert_allclose(history[name], expected[name], rtol=ROUNDING, atol=ROUNDING, err_msg=name)
-    for one, other in zip([*model.variables, *model.optimizer.variables],
-                          [*plain.variables, *plain.optimizer.variables], strict=True):
-        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=ROUNDING, atol=ROUNDING, err_msg=one.path)
+    for variable, expected_variable in zip([*model.variables, *model.optimizer.variables],
+                                           [*plain.variables, *plain.optimizer.variables], strict=True):
+        np.testing.assert_allclose(variable.numpy(), expected_variable.numpy(), rtol=ROUNDING, atol=ROUNDING,
+                                   err_msg=variable.path)
 
 
 @pytest.mark.parametrize("plans", [("data=3",), pytest.param(("data=2", "data=3"), marks=pytest.mark.slow)])
@@ -123,8 +124,8 @@ def tokens() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("of_tokens", "of_size"), [
     ("sum", "mean_with_sample_weight"), ("sum_over_batch_size", "sum"), *(
-        pytest.param(one, one, marks=pytest.mark.slow) for one in ("sum", "mean_with_sample_weight",
-                                                                   "sum_over_batch_size"))])
+        pytest.param(reduction, reduction, marks=pytest.mark.slow) for reduction in ("sum", "mean_with_sample_weight",
+                                                                                     "sum_over_batch_size"))])
 def test_losses_that_are_no_means_over_samples(of_tokens: str, of_size: str):
     """Sums, means over weights, and means over what a mask leaves; two outputs with weighted losses."""
     def build() -> Any:

@@ -243,9 +243,9 @@ def test_requests_that_make_no_sense(job: str, options: dict[str, Any], message:
                                      tmp_path: Path):
     """Each is refused with what was given and what is allowed; nothing is trained."""
     monkeypatch.chdir(tmp_path)
-    asked = {"trials": 2, "procs": 2, **options}
+    arguments = {"trials": 2, "procs": 2, **options}
     with pytest.raises(UsageError, match=message):
-        pl.search(job, asked.pop("trials"), **asked)
+        pl.search(job, arguments.pop("trials"), **arguments)
     assert not list(tmp_path.glob("runs/*/trials/*/metrics.jsonl"))
 
 

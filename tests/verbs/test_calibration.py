@@ -27,13 +27,13 @@ DEVICE = Device("cpu", 0, 1000)
 
 def ranked_plans(**predicted_s: float) -> RankedPlans:
     """Plans by their text, with `_` for `=`."""
-    def one(text: str, step_s: float) -> Candidate:
+    def priced(text: str, step_s: float) -> Candidate:
         ledger = {"parameters": 100}
         return Candidate(Plan.parse(text.replace("__", " ").replace("_", "=")), Estimate(
             step_s, 100, ledger, {"compute": step_s}, needs=(MemoryNeed("each rank", DEVICE, ledger),),
             low_s=step_s / 5, high_s=5 * step_s))
 
-    return RankedPlans([one(text, step_s) for text, step_s in sorted(predicted_s.items(), key=lambda item: item[1])])
+    return RankedPlans([priced(text, step_s) for text, step_s in sorted(predicted_s.items(), key=lambda item: item[1])])
 
 
 class Machine:
@@ -41,10 +41,10 @@ class Machine:
 
     def __init__(self, **took_s: float) -> None:
         self.took_s = {text.replace("__", " ").replace("_", "="): step_s for text, step_s in took_s.items()}
-        self.asked: list[str] = []
+        self.tried: list[str] = []
 
     def __call__(self, plan: Plan, expected_s: float) -> Calibration:
-        self.asked.append(str(plan))
+        self.tried.append(str(plan))
         if str(plan) not in self.took_s:
             raise PacelineError("it broke", hint="mend it")
         return Calibration(self.took_s[str(plan)], 100)
@@ -55,8 +55,8 @@ def test_the_best_is_tried_until_it_is_the_best():
     machine = Machine(data_2=4.0, shard_2=1.5, single=3.0)
     after = calibrate_best(ranked_plans(data_2=1.0, shard_2=1.2, single=1.4), machine, budget_s=60)
 
-    assert machine.asked[:2] == ["data=2", "shard=2"] and set(machine.asked) == {"data=2", "shard=2", "single"}
-    assert [(str(one.plan), one.estimate.step_s) for one in after.ranked] == [
+    assert machine.tried[:2] == ["data=2", "shard=2"] and set(machine.tried) == {"data=2", "shard=2", "single"}
+    assert [(str(candidate.plan), candidate.estimate.step_s) for candidate in after.ranked] == [
         ("shard=2", 1.5), ("single", 3.0), ("data=2", 4.0)]
 
 
@@ -64,7 +64,7 @@ def test_one_plan_of_a_kind_stands_for_the_others():
     machine = Machine(data_2=1.0)
     calibrate_best(ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_3=1.2), machine, budget_s=60)
 
-    assert machine.asked == ["data=2"]
+    assert machine.tried == ["data=2"]
 
 
 def test_a_kind_is_tried_again_with_many_more_micro_batches():
@@ -72,7 +72,7 @@ def test_a_kind_is_tried_again_with_many_more_micro_batches():
     calibrate_best(ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2, single=1.3), machine,
                   budget_s=60)
 
-    assert machine.asked == ["data=2", "single", "data=2 accumulate=4"]
+    assert machine.tried == ["data=2", "single", "data=2 accumulate=4"]
 
 
 def test_a_surprise_is_tried_again_and_the_faster_counts():
@@ -91,20 +91,20 @@ def test_what_looks_much_slower_is_not_tried():
     machine = Machine(data_2=1.0)
     calibrate_best(ranked_plans(data_2=1.0, single=1.9), machine, budget_s=60, worth=1.5)
 
-    assert machine.asked == ["data=2"]
+    assert machine.tried == ["data=2"]
 
 
 def test_nothing_is_tried_without_time():
     machine = Machine()
 
     assert calibrate_best(ranked_plans(data_2=1.0), machine, budget_s=0).ranked[0].estimate.step_s == 1.0
-    assert not machine.asked
+    assert not machine.tried
 
 
 def test_a_plan_that_fails_is_refused_with_its_reason():
     after = calibrate_best(ranked_plans(data_2=1.0, single=2.0), Machine(single=2.5), budget_s=60)
 
-    assert [str(one.plan) for one in after.ranked] == ["single"]
+    assert [str(candidate.plan) for candidate in after.ranked] == ["single"]
     assert after.refused == {"data=2": "it failed when it was tried: it broke"}
 
 

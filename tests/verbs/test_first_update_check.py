@@ -57,8 +57,8 @@ def job(width: int = 8):
 
 def checked(job: paceline.Job, plan: str) -> FirstUpdate:
     """What a run would say of its first update, before it trains."""
-    asked = resolve(job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None)
-    return check_first_update(job, asked, timeout_s=60)
+    resolved = resolve(job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None)
+    return check_first_update(job, resolved, timeout_s=60)
 
 
 @pytest.fixture(autouse=True)
@@ -220,9 +220,9 @@ def test_the_note_of_a_loss_that_is_no_mean_shows_the_replacement() -> None:
 
 def check_with_memory(job: paceline.Job, plan: str, available: int, monkeypatch: pytest.MonkeyPatch) -> FirstUpdate:
     """available: free bytes that the check finds."""
-    asked = resolve(job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None)
+    resolved = resolve(job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
-    return check_first_update(job, asked, timeout_s=60)
+    return check_first_update(job, resolved, timeout_s=60)
 
 
 @pytest.mark.sweep(2)
@@ -329,8 +329,8 @@ def test_coupled_samples_are_told_and_trained(tmp_path: Path, capfd: pytest.Capt
 def first_update_of(source: JobFile) -> FirstUpdate | None:
     """What a run of the file under 'data=2' would do before it trains."""
     job = source.load()
-    asked = resolve(job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None)
-    return checks.first_update(job, source, asked, environment=None, timeout_s=60)
+    resolved = resolve(job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None)
+    return checks.first_update(job, source, resolved, environment=None, timeout_s=60)
 
 
 def test_what_is_known_is_not_checked_again(tmp_path: Path) -> None:
@@ -368,8 +368,8 @@ def test_a_certificate_is_about_the_devices_that_it_names(tmp_path: Path) -> Non
     def on(kind: Any, name: str) -> Resolved:
         return Resolved(plan, Cluster(tuple(Device(kind, index, 2**30, name=name) for index in range(2))), (1, 1))
 
-    def known(asked: Resolved) -> FirstUpdate | None:
-        return checks.first_update(job, source, asked, environment=None, timeout_s=60)
+    def known(resolved: Resolved) -> FirstUpdate | None:
+        return checks.first_update(job, source, resolved, environment=None, timeout_s=60)
 
     checks.remember(source, on("cpu", "CPU"), verdict="passed", reason="")
     checks.remember(source, on("cuda", "H200"), verdict="coupled", reason="a BatchNorm")

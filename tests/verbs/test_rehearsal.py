@@ -94,9 +94,9 @@ def test_random_faults(tmp_path, seed: int):
 @pytest.mark.parametrize(("plan", "faults"), [("data=2", "cut 0@5"), ("data=4", "cut 1@3, cut 0@5, cut 2@9")])
 def test_cuts_that_leave_no_majority_are_refused(tmp_path, plan: str, faults: str):
     """Of two hosts the first can't be lost; of four, the last cut leaves one of two, without the host that went on."""
-    asked = tuple(map(Fault.read, faults.split(", ")))
-    with pytest.raises(pl.PacelineError, match=f"'{asked[-1]}' leaves 1 of 2 hosts, which is no majority"):
-        HostsRehearsal(pl.Plan.parse(plan), lambda *_: None, tmp_path, asked, 4.0, None).launch()
+    parsed_faults = tuple(map(Fault.read, faults.split(", ")))
+    with pytest.raises(pl.PacelineError, match=f"'{parsed_faults[-1]}' leaves 1 of 2 hosts, which is no majority"):
+        HostsRehearsal(pl.Plan.parse(plan), lambda *_: None, tmp_path, parsed_faults, 4.0, None).launch()
 
 
 @pytest.mark.slow

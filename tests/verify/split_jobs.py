@@ -168,7 +168,7 @@ def keras_job() -> paceline.Job:
 
 def split_job(name: str) -> paceline.Job:
     """One of the jobs by name."""
-    own: dict[str, Callable[[], paceline.Job]] = {
+    jobs: dict[str, Callable[[], paceline.Job]] = {
         "unet": lambda: make_job(UNet, optimizer=adamw),
         "two-tower": lambda: make_job(TwoTower, data=Pairs(), optimizer=adamw, clip=0.5),
         "experts": lambda: make_job(GatedExperts, optimizer=adamw),
@@ -178,7 +178,7 @@ def split_job(name: str) -> paceline.Job:
         "tied": lambda: tagging_job(optimizer=adamw, clip=0.5),
         "chain": lambda: make_job(Chain, data=Sentences(), loss=token_loss, optimizer=adamw, clip=0.1),
     }
-    return own[name]() if name in own else transformers_job(name)
+    return jobs[name]() if name in jobs else transformers_job(name)
 
 
 TRANSFORMERS = ("gpt2", "llama", "qwen3", "bert", "mixtral")

@@ -111,10 +111,10 @@ def test_an_evaluation_leaves_no_old_weights_behind(plan: str, tmp_path: Path) -
     """Weights that were gathered to evaluate, between two epochs, are not those of the steps after it."""
     job = make_job(precision="float64", epochs=2, validation=make_job().data)
 
-    one, other = (paceline.train(job, each, run=tmp_path / each.split()[0]).to_dict() for each in ("single", plan))
+    single, planned = (paceline.train(job, each, run=tmp_path / each.split()[0]).to_dict() for each in ("single", plan))
 
-    assert other["final_loss"] == pytest.approx(one["final_loss"], rel=1e-12)
-    assert other["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-12)
+    assert planned["final_loss"] == pytest.approx(single["final_loss"], rel=1e-12)
+    assert planned["validation_loss"] == pytest.approx(single["validation_loss"], rel=1e-12)
 
 
 def test_dropout_is_compared_switched_off() -> None:

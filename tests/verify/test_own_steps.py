@@ -180,8 +180,8 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, chain: str) -> None:
         paceline.train(job, plan, run=tmp_path / "many", steps=6 * number // len(plans), resume=number > 1)
     paceline.train(job, "single", run=tmp_path / "one", steps=6)
 
-    mine, theirs = (load_file(tmp_path / run / "model.safetensors") for run in ("many", "one"))
-    assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
+    actual, expected = (load_file(tmp_path / run / "model.safetensors") for run in ("many", "one"))
+    assert all(torch.allclose(actual[name], expected[name], rtol=0, atol=1e-12) for name in expected)
 
 
 @pytest.mark.parametrize("plan", ["shard=2", pytest.param("server=2 workers=2", marks=pytest.mark.slow)])
@@ -199,8 +199,8 @@ def test_a_model_may_first_run_in_another_s_loss(tmp_path: Path, plan: str) -> N
     for run in ("single", plan):
         paceline.train(job, run, run=tmp_path / run, steps=3)
 
-    mine, theirs = (load_file(tmp_path / run / "model.safetensors") for run in (plan, "single"))
-    assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
+    actual, expected = (load_file(tmp_path / run / "model.safetensors") for run in (plan, "single"))
+    assert all(torch.allclose(actual[name], expected[name], rtol=0, atol=1e-12) for name in expected)
 
 
 def _overflowing() -> paceline.Job:
@@ -282,9 +282,9 @@ def test_what_is_no_sample_is_drawn_alike_whatever_its_shape() -> None:
 
     *whole, of_all = drawn(12, 0)
     for rows, first in ((5, 7), (1, 2)):
-        *part, own = drawn(rows, first)
+        *part, of_part = drawn(rows, first)
         assert all(torch.equal(mine, all_of_it) for mine, all_of_it in zip(part, whole, strict=True))
-        assert torch.equal(own, of_all[first:first + rows])
+        assert torch.equal(of_part, of_all[first:first + rows])
 
 
 def test_a_batch_is_cut_as_it_was_made() -> None:

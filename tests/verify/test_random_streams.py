@@ -76,7 +76,7 @@ def test_layers_that_draw_alike_are_no_alarm() -> None:
 def test_masks_that_are_alike_in_all_micro_batches(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that don't depend on the micro-batch, which no figure of the run shows."""
     seed_streams = window.seed_streams
-    monkeypatch.setattr(window, "seed_streams", lambda seed, what, step, part, *place: seed_streams(
-        seed, what, step, part))
+    monkeypatch.setattr(window, "seed_streams", lambda seed, purpose, step, part, *place: seed_streams(
+        seed, purpose, step, part))
 
     assert "must be keyed by the micro-batch" in failure_text(make_job(dropout), plan)

@@ -92,8 +92,8 @@ def test_checkpoints_do_not_know_the_servers(tmp_path: Path, first: str, then: s
     assert summary["steps"] == 9 and summary["samples"] == 25 + 25 + 8
     if "staleness" not in first:
         paceline.train(job, "single", run=tmp_path / "single", steps=9)
-        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "single"))
-        assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
+        actual, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "single"))
+        assert all(torch.allclose(actual[name], expected[name], atol=1e-6) for name in expected)
 
 
 def _log_is(name: str) -> bool:
@@ -211,8 +211,8 @@ def test_clipping_with_staleness_is_of_each_steps_own_gradient(tmp_path: Path):
         norms = [line["gradient_norm"] for line in lines if "gradient_norm" in line]
         assert len(norms) == 12 and min(norms) > 0.3  # each is clipped
         weights[plan] = load_file(tmp_path / plan / "model.safetensors")
-    one, other = weights.values()
-    assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-12) for name in one)
+    first_weights, second_weights = weights.values()
+    assert all(torch.allclose(first_weights[name], second_weights[name], rtol=0, atol=1e-12) for name in first_weights)
 
 
 def test_parts_of_a_loss_of_sums_are_a_step(tmp_path: Path):
@@ -222,8 +222,8 @@ def test_parts_of_a_loss_of_sums_are_a_step(tmp_path: Path):
     for plan in ("single", "server=2 workers=3 staleness=inf"):
         paceline.train(job, plan, run=tmp_path / plan, steps=8, timeout_s=TIMEOUT_S)
         weights[plan] = load_file(tmp_path / plan / "model.safetensors")
-    one, other = weights.values()
-    assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-12) for name in one)
+    first_weights, second_weights = weights.values()
+    assert all(torch.allclose(first_weights[name], second_weights[name], rtol=0, atol=1e-12) for name in first_weights)
 
 
 def test_an_update_is_damped_by_the_steps_it_misses(tmp_path: Path):

@@ -99,9 +99,9 @@ class Run:
         assert total is not None
         assert self.steps() == list(range(1, total + 1)) and summary["samples"] == self.job.epochs * 24
         paceline.train(self.single, "single", run=self.folder.with_name("single"))
-        ours, theirs = (load_file(folder / "model.safetensors") for folder in (self.folder,
-                                                                               self.folder.with_name("single")))
-        assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
+        actual, expected = (load_file(folder / "model.safetensors") for folder in (self.folder,
+                                                                                   self.folder.with_name("single")))
+        assert all(torch.allclose(actual[name], expected[name], rtol=0, atol=1e-12) for name in expected)
         return summary
 
 

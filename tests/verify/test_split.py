@@ -80,16 +80,16 @@ def test_split_layers(name: str, plan: str) -> None:
     ("two-tower", "place=auto parts=2", 0.6), ("llama", "pipeline=2 tensor=2", 0.31)])
 def test_a_rank_holds_a_part(name: str, plan: str, most: float, run_ranks: Callable[..., Any]) -> None:
     """What verify can't see: that the model is split at all."""
-    asked = paceline.Plan.parse(plan).with_microbatches(2)
+    split_plan = paceline.Plan.parse(plan).with_microbatches(2)
 
     def body(context: Any) -> float:
-        mesh = Mesh(asked.axes.sizes(), context.rank)
+        mesh = Mesh(split_plan.axes.sizes(), context.rank)
         mesh.connect()
-        stepper = Stepper(split_job(name), asked, mesh, context.device)
+        stepper = Stepper(split_job(name), split_plan, mesh, context.device)
         whole = sum(p.numel() for p in stepper.model.parameters())
         return sum(local_part(p).numel() for p in stepper.local_parameters.values()) / whole
 
-    assert max(run_ranks(body, asked.world_size)) <= most
+    assert max(run_ranks(body, split_plan.world_size)) <= most
 
 
 @pytest.mark.slow
@@ -259,9 +259,9 @@ def captured() -> tuple[nn.Module, Capture]:
 
 def refuse(model: nn.Module, graph: Capture, plan: str, words: str) -> None:
     """What a rank says of a model that was captured before it holds any part of it."""
-    asked = paceline.Plan.parse(plan).with_microbatches(2)
+    split_plan = paceline.Plan.parse(plan).with_microbatches(2)
     with pytest.raises(PlanError) as refused:
-        assigned(model, graph, asked, samples=4, state_factor=0.0, devices=(), precision="float64")
+        assigned(model, graph, split_plan, samples=4, state_factor=0.0, devices=(), precision="float64")
     assert words in str(refused.value)
 
 
@@ -340,13 +340,13 @@ def test_a_placement_by_hand_that_overfills_a_device(tmp_path: Path, run_ranks: 
     """It is refused before a step, with what each device would hold and has."""
     path = tmp_path / "parts.toml"
     path.write_text('[parts]\n0 = ["layers", "out"]\n1 = ["layers.1"]\n')
-    asked = paceline.Plan.parse(f"place={path} parts=2")
+    placed_plan = paceline.Plan.parse(f"place={path} parts=2")
 
     def body(context: Any) -> str:
-        mesh = Mesh(asked.axes.sizes(), context.rank)
+        mesh = Mesh(placed_plan.axes.sizes(), context.rank)
         mesh.connect()
         with pytest.raises(PlanError) as refused:
-            Stepper(make_job(Mlp), asked, mesh, context.device,
+            Stepper(make_job(Mlp), placed_plan, mesh, context.device,
                     devices=(Device("cpu", 0, 2**30), Device("cpu", 1, 100)))
         return str(refused.value)
 
