@@ -156,10 +156,10 @@ def charts_drawn_once() -> Iterator[None]:
 
     def once(draw: Callable[..., str]) -> Callable[..., str]:
         def chart(*args: Any, **options: Any) -> str:
-            asked = repr((draw.__name__, args, options))
-            if asked not in drawn:
-                drawn[asked] = draw(*args, **options)
-            return drawn[asked]
+            key = repr((draw.__name__, args, options))
+            if key not in drawn:
+                drawn[key] = draw(*args, **options)
+            return drawn[key]
 
         return chart
 

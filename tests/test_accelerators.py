@@ -131,8 +131,8 @@ def test_a_run_says_once_that_apples_gpu_is_idle(devices: str | None, capsys: py
     data = [(torch.ones(2), torch.zeros(1)) for _ in range(4)]
     job = paceline.Job(model=lambda: torch.nn.Linear(2, 1), data=data, batch=4, steps=1,
                        loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
-    asked = resolve(job, Plan(), devices=devices)
-    banner = _banner(job, asked, "", Path("runs/a"), by_name=devices is not None)
+    resolved = resolve(job, Plan(), devices=devices)
+    banner = _banner(job, resolved, "", Path("runs/a"), by_name=devices is not None)
     _devices_here(devices)
     reason, times = str(accelerators.unused()), 0 if devices else 1
     assert banner.count(f"\n{reason}; --devices cpu:0 asks for the CPU by name\n") == times

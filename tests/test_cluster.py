@@ -186,15 +186,15 @@ def test_a_cgroup_limits_the_memory(
     assert free_memory_bytes() == (0 if is_limited else pytest.approx(free, rel=0.5))
 
 
-@pytest.mark.parametrize(("root", "names", "own"), [
+@pytest.mark.parametrize(("root", "names", "cgroups"), [
     ("", V2, "0::/jobs/one/step\n"), ("memory", V1, "9:cpu:/\n4:hugetlb,memory:/jobs/one/step\n0::/\n")])
 def test_the_least_limit_of_all_cgroups_around_a_process_holds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str, names: tuple[str, str, str], own: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str, names: tuple[str, str, str], cgroups: str
 ):
     """Schedulers limit a job, and not the root that a container sees."""
     monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
     monkeypatch.setattr(cluster, "_OWN_CGROUPS", tmp_path / "own")
-    (tmp_path / "own").write_text(own)
+    (tmp_path / "own").write_text(cgroups)
     limit_memory(tmp_path / root / "jobs" / "one", names, "5000", used=1300)
     limit_memory(tmp_path / root / "jobs", names, "8000", used=7300)
     limit_memory(tmp_path / root / "jobs" / "other", names, "10")

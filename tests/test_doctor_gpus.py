@@ -120,7 +120,7 @@ def wired(count: int, **fields: object) -> list[Card | None]:
 def test_links_that_are_alike_are_told_together():
     access = [[True] * 4] * 4
     judged = judge_links(access, wired(4, nvlinks=((SWITCH, 18),)), {
-        (one, other): 300e9 + 10e9 * other for one in range(4) for other in range(one + 1, 4)})
+        (device, other): 300e9 + 10e9 * other for device in range(4) for other in range(device + 1, 4)})
     assert judged == ("ok", "6 pairs by 18 x NVLink 4, peer access, 310 to 330 GB/s copied")
 
 

@@ -60,9 +60,9 @@ def test_three_hosts_of_this_machine():
     port = free_port()
     # Not threads of one process: each host forks, and a fork has no threads, but what they have locked.
     with ProcessPoolExecutor(3, get_context("fork")) as hosts:
-        asked = [hosts.submit(examine_hosts, HostPlace(index, 3, "127.0.0.1", port), timeout_s=120)
-                 for index in range(3)]
-        findings_by_host = [each.result() for each in asked]
+        futures = [hosts.submit(examine_hosts, HostPlace(index, 3, "127.0.0.1", port), timeout_s=120)
+                   for index in range(3)]
+        findings_by_host = [each.result() for each in futures]
     assert [each.name for each in findings_by_host[0] if " to " in each.name] == [
         "0 to 2", "0 to 1", "1 to 2", "1 to 0", "2 to 1", "2 to 0"]
     assert {each.name for each in findings_by_host[2]} == {"host 2", "2 to 1", "2 to 0", "others"}
@@ -121,12 +121,12 @@ def test_what_has_no_address_and_what_does_not_answer(monkeypatch: pytest.Monkey
 
 def test_a_stranger_is_sent_nothing_back():
     """A connection without the token is closed."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(b"x" * 16)
-        doctor_hosts._answer(theirs, b"y" * 16)
-        theirs.close()
-        assert ours.recv(10) == b""
+    server_end, stranger_end = socket.socketpair()
+    with server_end, stranger_end:
+        server_end.sendall(b"x" * 16)
+        doctor_hosts._answer(stranger_end, b"y" * 16)
+        stranger_end.close()
+        assert server_end.recv(10) == b""
 
 
 def test_what_reports_show():
@@ -138,8 +138,8 @@ def test_what_reports_show():
     assert statuses(report(0), closed, report(2))["1 to 0"] == "bad"
     assert statuses(report(0), report(1, versions={**VERSIONS, "torch": "1"}), report(2))["versions"] == "bad"
     assert statuses(report(0), report(1, meets_at="10.0.0.9"), report(2))["name lookup"] == "warn"
-    own = report(0, meets_at="127.0.1.1", address="127.0.0.1", interface="lo")
-    assert statuses(own, report(1), report(2), address="n0")["name lookup"] == "bad"
+    loopback = report(0, meets_at="127.0.1.1", address="127.0.0.1", interface="lo")
+    assert statuses(loopback, report(1), report(2), address="n0")["name lookup"] == "bad"
     assert statuses(report(0, address=None), report(1), report(2))["host 0"] == "bad"
 
 

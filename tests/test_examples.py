@@ -127,6 +127,6 @@ def test_the_script_of_keras_equals_one_process(capsys: pytest.CaptureFixture[st
     """A small form: the same history on two ranks as on one."""
     needed("keras")
     main = runpy.run_path(str(EXAMPLES / "07_keras.py"))["main"]
-    (_, one), (_, two) = (main(plan, devices, epochs=1, samples=100)
-                          for plan, devices in (("data=1", "cpu:0"), ("data=2", "cpu:0-1")))
-    assert two.history["val_loss"] == pytest.approx(one.history["val_loss"], rel=1e-4)
+    (_, single), (_, distributed) = (main(plan, devices, epochs=1, samples=100)
+                                     for plan, devices in (("data=1", "cpu:0"), ("data=2", "cpu:0-1")))
+    assert distributed.history["val_loss"] == pytest.approx(single.history["val_loss"], rel=1e-4)

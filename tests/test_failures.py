@@ -253,10 +253,10 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str, int]] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_JOBS)
-def test_a_job_that_cannot_be_trained(run_dir: Path, capfd: pytest.CaptureFixture[str], what: str):
+@pytest.mark.parametrize("defect", BAD_JOBS)
+def test_a_job_that_cannot_be_trained(run_dir: Path, capfd: pytest.CaptureFixture[str], defect: str):
     """The cause is told with rank and step, whichever ranks see it, and once."""
-    changes, words, exit_code = BAD_JOBS[what]
+    changes, words, exit_code = BAD_JOBS[defect]
     error = failing(a_job(**changes), run_dir)
     matches = re.findall(words, str(error))
     assert len(matches) == 1, str(error)
@@ -268,11 +268,11 @@ def test_a_job_that_cannot_be_trained(run_dir: Path, capfd: pytest.CaptureFixtur
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", ["single", "shard=2", "data=2 accumulate=2 recompute=full"])
-@pytest.mark.parametrize("what", ["loss is NaN", "an unused parameter", "loss ignores its input", "loss is a vector"])
-def test_under_other_plans_too(run_dir: Path, plan: str, what: str):
+@pytest.mark.parametrize("defect", ["loss is NaN", "an unused parameter", "loss ignores its input", "loss is a vector"])
+def test_under_other_plans_too(run_dir: Path, plan: str, defect: str):
     """What is wrong with a job does not depend on the plan, nor does what is said of it."""
-    changes, words, exit_code = BAD_JOBS[what]
-    if what == "loss is NaN" and plan == "single":
+    changes, words, exit_code = BAD_JOBS[defect]
+    if defect == "loss is NaN" and plan == "single":
         changes, words = {"loss": lambda output, target: output.sum() * float("nan")}, words.replace("rank 1", "rank 0")
     error = failing(a_job(**changes), run_dir, plan=plan)
     assert re.search(words.replace(r"\(4,\)", r"\(\d,\)"), str(error))
@@ -302,10 +302,10 @@ def test_what_was_saved_before_stays(run_dir: Path):
     assert_equal_models(run_dir, run_dir.with_name("whole"))
 
 
-def assert_equal_models(one: Path, other: Path) -> None:
-    mine, theirs = (load_file(path / "model.safetensors") for path in (one, other))
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+def assert_equal_models(run: Path, other: Path) -> None:
+    actual, expected = (load_file(path / "model.safetensors") for path in (run, other))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 # --- Full disks ---------------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def test_a_folder_in_use_by_a_live_run(run_dir: Path, tmp_path: Path, start_chil
 # --- Ranks that die, hang or are asked to stop ----------------------------------------------------------------------
 
 
-def in_step(step: int, what: Callable[[], None], where: int = 1) -> Callable[[Tensor, Tensor], Tensor]:
+def in_step(step: int, action: Callable[[], None], where: int = 1) -> Callable[[Tensor, Tensor], Tensor]:
     """A loss that does something else on one rank in a step."""
     calls = 0
 
@@ -499,7 +499,7 @@ def in_step(step: int, what: Callable[[], None], where: int = 1) -> Callable[[Te
         nonlocal calls
         calls += 1
         if calls == step and rank() == where:
-            what()
+            action()
         return F.cross_entropy(output, target)
 
     return loss
@@ -591,10 +591,10 @@ def test_a_request_while_the_last_checkpoint_is_written(run_dir: Path, whole_run
     """The run has taken all its steps, and what it has trained is not lost."""
     write_tensors = write.write_tensors
 
-    def slowly(*what: Any) -> Any:
+    def slowly(*arguments: Any) -> Any:
         (tmp_path / "saving").touch()
         time.sleep(1)
-        return write_tensors(*what)
+        return write_tensors(*arguments)
 
     monkeypatch.setattr(write, "write_tensors", slowly)
     child = start_child(lambda: paceline.train(a_job(), "data=2", run=run_dir, check=False))

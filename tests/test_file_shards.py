@@ -106,10 +106,10 @@ def test_files_of_webdataset(paths: list[Path]):
     def read(path: Path) -> Iterator[Any]:
         return iter(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
 
-    theirs, ours = Shards(paths, read=read), Shards(paths)
-    assert theirs.lengths == ours.lengths == list(SIZES)
+    reference, shards = Shards(paths, read=read), Shards(paths)
+    assert reference.lengths == shards.lengths == list(SIZES)
     for k in (0, 7, 47):
-        assert (theirs[k]["x.bin"], theirs[k]["__key__"]) == (ours[k]["x.bin"], ours[k]["__key__"])
+        assert (reference[k]["x.bin"], reference[k]["__key__"]) == (shards[k]["x.bin"], shards[k]["__key__"])
 
 
 @pytest.mark.parametrize(("make", "message"), [

@@ -63,8 +63,8 @@ def gone_on_from(run: Path) -> list[int]:
 
 
 def equal_weights(tmp_path: Path, whole: Path | None = None) -> bool:
-    one, other = (load_file(run / "model.safetensors") for run in (whole or tmp_path / "whole", tmp_path / "run"))
-    return all(torch.equal(one[name], other[name]) for name in one)
+    expected, actual = (load_file(run / "model.safetensors") for run in (whole or tmp_path / "whole", tmp_path / "run"))
+    return all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 class Normed(nn.Module):

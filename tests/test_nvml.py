@@ -13,7 +13,7 @@ from paceline import nvml
 from paceline.nvml import CardProcess, Cards
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, *cards: FakeCard, **options: int) -> Cards:
+def read_cards(monkeypatch: pytest.MonkeyPatch, *cards: FakeCard, **options: int) -> Cards:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(cards, **options))
     reading = nvml.read()
     assert reading is not None
@@ -22,7 +22,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *cards: FakeCard, **options: int) -> 
 
 def test_a_card(monkeypatch: pytest.MonkeyPatch):
     """This process's own memory is no other's."""
-    reading = asked(monkeypatch, FakeCard(0, free=40 << 30, reasons=0x68, ecc=2, processes=(
+    reading = read_cards(monkeypatch, FakeCard(0, free=40 << 30, reasons=0x68, ecc=2, processes=(
         (71, "/usr/bin/python3", 8 << 30), (72, "other", 30 << 30), (os.getpid(), "me", 1 << 30))))
     card, = reading.cards
     assert (reading.driver, reading.cuda, card.pcie_generation, card.pcie_lanes) == ("580.95.05", (13, 0), 5, 16)
@@ -37,7 +37,7 @@ def test_a_card_that_answers_little(monkeypatch: pytest.MonkeyPatch):
     card = FakeCard(0, processes=((71, "x", None),))
     for field in ("ecc", "reasons", "persistent", "generation", "lanes", "most_lanes", "bus_id", "total"):
         delattr(card, field)
-    seen_card, = asked(monkeypatch, card).cards
+    seen_card, = read_cards(monkeypatch, card).cards
     assert (seen_card.ecc_errors, seen_card.is_persistent, seen_card.pcie_lanes, seen_card.bus_id,
             seen_card.total_bytes) == (None, None, 0, "", 0)
     assert str(seen_card.holders[0]) == "process 71 (x)"
@@ -46,18 +46,19 @@ def test_a_card_that_answers_little(monkeypatch: pytest.MonkeyPatch):
 def test_links_lead_to_cards_and_to_switches(monkeypatch: pytest.MonkeyPatch):
     """Two bridges between the first two; a third that both reach by switches has none to a fourth."""
     ids = [f"00000000:{index:02X}:00.0" for index in range(4)]
-    reading = asked(monkeypatch, FakeCard(0, links=(ids[1], ids[1], "switch")), FakeCard(1, links=(ids[0], ids[0])),
-                    FakeCard(2, links=("switch", "switch"), link_mbps=25000), FakeCard(3))
-    one, other, third, fourth = reading.cards
-    assert [one.num_nvlinks(other), other.num_nvlinks(one), one.num_nvlinks(third), third.num_nvlinks(one)] == [
-        2, 2, 1, 1]
-    assert [card.num_nvlinks(fourth) for card in (one, other, third)] == [0, 0, 0]
-    assert (third.nvlink_bytes_per_s, one.nvlink_bytes_per_s) == (25e9, 0.0)
+    reading = read_cards(monkeypatch, FakeCard(0, links=(ids[1], ids[1], "switch")),
+                         FakeCard(1, links=(ids[0], ids[0])),
+                         FakeCard(2, links=("switch", "switch"), link_mbps=25000), FakeCard(3))
+    first, second, third, fourth = reading.cards
+    assert [first.num_nvlinks(second), second.num_nvlinks(first)] == [2, 2]
+    assert [first.num_nvlinks(third), third.num_nvlinks(first)] == [1, 1]
+    assert [card.num_nvlinks(fourth) for card in (first, second, third)] == [0, 0, 0]
+    assert (third.nvlink_bytes_per_s, first.nvlink_bytes_per_s) == (25e9, 0.0)
 
 
 def test_slices_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch):
     part = FakeCard(7, uuid="MIG-aaaa", total=10 << 30, free=9 << 30, name="NVIDIA H100 MIG 1g.10gb")
-    reading = asked(monkeypatch, FakeCard(0), FakeCard(1, slices=(part,)))
+    reading = read_cards(monkeypatch, FakeCard(0), FakeCard(1, slices=(part,)))
     assert [card.is_cut for card in reading.cards] == [False, True]
     assert reading.find("aaaa") == reading.find("MIG-AAAA") == reading.cards[1].slices[0]
     assert reading.find("00000000-0000") == reading.cards[0]

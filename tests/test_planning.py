@@ -100,9 +100,9 @@ def test_a_model_of_transformers_is_split_where_it_is_not(cluster: str, most: st
     tokens = [({"input_ids": torch.arange(16)}, torch.arange(16)) for _ in range(64)]
     answer = paceline.plan(_job(lambda: transformers.GPT2LMHeadModel(config), data=tokens, loss=loss, batch=16),
                            cluster)
-    kinds = {one.kind for one in answer.ranking.ranked}
+    kinds = {candidate.kind for candidate in answer.ranking.ranked}
     assert {"data", "shard", "pipeline data", "data tensor", most} <= kinds
-    assert all(one.estimate.low_s < one.estimate.high_s for one in answer.ranking.ranked)
+    assert all(candidate.estimate.low_s < candidate.estimate.high_s for candidate in answer.ranking.ranked)
     assert any(note.startswith("tensor=N") for note in answer.notes)
 
 
@@ -110,7 +110,7 @@ def test_servers_are_no_rivals_of_replicas_in_a_node():
     """A small model, whose messages all links hide: what servers send passes through their hosts."""
     answer = paceline.plan(_job(batch=64), "4xH100")
     assert str(answer.chosen) == "data=4"
-    assert not [one.plan for one in answer.ranking.tied if isinstance(one.plan.sync, Servers)]
+    assert not [candidate.plan for candidate in answer.ranking.tied if isinstance(candidate.plan.sync, Servers)]
 
 
 def test_a_batch_smaller_than_the_devices():
@@ -195,13 +195,13 @@ def test_by_cost_devices_may_be_left_out(tmp_path: Path):
 
 def test_rows_are_held_against_one_choice(answer: Answer, monkeypatch: pytest.MonkeyPatch):
     """The chosen plan is looked for once for all of them: that takes time in proportion to the plans."""
-    asked = []
+    lookups = []
     chosen = RankedPlans.chosen.fget
     assert chosen is not None
-    monkeypatch.setattr(RankedPlans, "chosen", property(lambda ranked: asked.append(True) or chosen(ranked)))
+    monkeypatch.setattr(RankedPlans, "chosen", property(lambda ranked: lookups.append(True) or chosen(ranked)))
 
     assert len(answer.to_dict()["plans"]) > 3
-    assert len(asked) == 1
+    assert len(lookups) == 1
 
 
 def test_another_precision_is_advised():
@@ -215,12 +215,12 @@ def test_another_precision_is_advised():
 
 def test_failures_are_reckoned_with(answer: Answer):
     """An interval between checkpoints and what lasts of the time, by formula and played."""
-    asked = paceline.plan(_job(), "2xH100", mtbf_hours=1000.0)
-    failures = asked.to_dict()["failures"]
+    with_failures = paceline.plan(_job(), "2xH100", mtbf_hours=1000.0)
+    failures = with_failures.to_dict()["failures"]
     assert failures["mtbf_s"] == pytest.approx(1000 * 3600 / 2)
     assert (failures["goodput"] == pytest.approx(failures["simulated_goodput"], rel=0.01)
             and 0.99 < failures["goodput"] < 1)
-    assert "with a failure every 20.8 days: a checkpoint every" in asked.describe().replace("\n    ", " ")
+    assert "with a failure every 20.8 days: a checkpoint every" in with_failures.describe().replace("\n    ", " ")
     ways = failures["survival"]
     assert list(ways) == ["copies", "checkpoint", "spare", "resume"]
     assert ways["copies"]["goodput"] > 0.99 and ways["checkpoint"]["goodput"] > failures["goodput"]

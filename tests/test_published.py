@@ -50,7 +50,7 @@ def test_rows_become_plans(given: dict[str, str], plan: str):
     """Axes, micro-batches, sharding and recomputation."""
     published_case = read_row("vtrain", metric="iteration_time", value="1", unit="s", **given)
 
-    assert [str(one) for one in published_case.plans] == [plan]
+    assert [str(published_plan) for published_plan in published_case.plans] == [plan]
 
 
 @pytest.mark.parametrize(("given", "reason"), [
@@ -72,7 +72,7 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [row("vtrain", row_id=f"vtrain-{n}", value=str(3 + n), micro_batch=str(2**n), **time) for n in range(5)]
     rows.append(row("other", value="1", **time))
     header = dict(zip(COLUMNS, COLUMNS, strict=True))
-    path.write_text("\n".join(",".join(one[name] for name in COLUMNS) for one in [header, *rows]))
+    path.write_text("\n".join(",".join(fields[name] for name in COLUMNS) for fields in [header, *rows]))
 
     assert len([entry for entry in read(path) if isinstance(entry, Case)]) == 5
     assert main(path) == 0

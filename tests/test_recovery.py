@@ -123,8 +123,8 @@ def test_a_run_outlives_the_death_of_a_loader_worker(tmp_path: Path, capfd: pyte
 def test_a_loader_worker_outlives_a_request_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Schedulers send it to all processes: the rank needs its worker to end the step and to save."""
     monkeypatch.setattr(FatalToWorkers, "ends_by", signal.SIGTERM)
-    asked = replace(job_of(None, 0), data=FatalToWorkers(tmp_path / "asked", 0))
-    pl.train(asked, "single", run=tmp_path / "run", check=False, table=False, loader_workers=1, restarts=0)
+    terminated_job = replace(job_of(None, 0), data=FatalToWorkers(tmp_path / "asked", 0))
+    pl.train(terminated_job, "single", run=tmp_path / "run", check=False, table=False, loader_workers=1, restarts=0)
     assert (tmp_path / "asked").exists() and steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
@@ -256,7 +256,7 @@ def test_without_memory_no_copy_is_begun(tmp_path: Path, plan: str, poor_rank: i
                                          capfd: pytest.CaptureFixture[str]):
     """On no rank if one of them has no memory: the kernel would end it in the first copy, and then in all restarts."""
     monkeypatch.setattr(Copier, "fits", lambda self, pieces: self.context.rank != poor_rank)
-    monkeypatch.setattr(Copier, "_write", lambda *what: pytest.fail("a copy was made"))
+    monkeypatch.setattr(Copier, "_write", lambda *arguments: pytest.fail("a copy was made"))
     train(tmp_path / "run", plan)
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     err = capfd.readouterr().err
@@ -270,10 +270,10 @@ def test_a_run_goes_on_if_memory_is_refused(tmp_path: Path, plan: str, monkeypat
     then, as those of one rank alone are of no use."""
     write = StateCopies.write
 
-    def refused(self: StateCopies, rank: int, *what: Any, **options: Any) -> None:
+    def refused(self: StateCopies, rank: int, *arguments: Any, **options: Any) -> None:
         if plan.startswith("server") or rank == 1:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        write(self, rank, *what, **options)
+        write(self, rank, *arguments, **options)
 
     monkeypatch.setattr(StateCopies, "write", refused)
     train(tmp_path / "run", plan)
@@ -288,7 +288,7 @@ def test_a_copy_of_a_gpu_counts_until_it_is_in_pinned_memory(monkeypatch: pytest
     copies hundreds of steps apart."""
     copier = Copier(_Context(0), None, 2)  # type: ignore[arg-type]
     copier._staging = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment]
-    monkeypatch.setattr(copier, "_write", lambda *what: time.sleep(0.2))
+    monkeypatch.setattr(copier, "_write", lambda *arguments: time.sleep(0.2))
     copier._write_staged(1, [], b"", None)
     assert not copier._latest_s
     copier._write_staged(2, [], b"", time.perf_counter())

@@ -23,10 +23,10 @@ def measured(plan: str, predicted_s: float, *step_s: float, was_tried: bool = Fa
 
 
 def test_errors_are_of_the_median_round():
-    one = measured("data=2", 1.5, 1.0, 9.0, 1.2, memory=80)
+    row = measured("data=2", 1.5, 1.0, 9.0, 1.2, memory=80)
 
-    assert one.time_s == 1.2 and one.time_error == pytest.approx(0.25) and one.memory_error == pytest.approx(0.25)
-    assert not one.is_inside and measured("single", 1.0, 1.05).is_inside
+    assert row.time_s == 1.2 and row.time_error == pytest.approx(0.25) and row.memory_error == pytest.approx(0.25)
+    assert not row.is_inside and measured("single", 1.0, 1.05).is_inside
     assert measured("single", 1.0, 1.0, 1.1).noise == pytest.approx(1 - 1 / 1.1)
     assert math.isnan(measured("single", 1.0, 1.0).noise)
 

@@ -49,6 +49,6 @@ def test_the_slowest_wire_is_one_of_a_pair(kinds: list[tuple[int, int]]):
     cards = [card(index, pcie_generation=generation, pcie_lanes=lanes)
              for index, (generation, lanes) in enumerate(kinds)]
     slowest_wire = slowest(list(cards))
-    wires = [between(one, other) for one in cards for other in cards if one is not other]
+    wires = [between(card, other) for card in cards for other in cards if card is not other]
     assert slowest_wire in wires and slowest_wire is not None
     assert all(wire is not None and wire.bytes_per_s >= slowest_wire.bytes_per_s for wire in wires)

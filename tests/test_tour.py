@@ -58,12 +58,12 @@ def test_imports_go_to_earlier_rows():
     row, upward = rows(), set()
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE)
-        own = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        module_name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
         if path.parts[0].removesuffix(".py") in ABOVE_ALL:
             continue
-        assert own.partition(".")[0] in row, f"docs/tour.md does not list {own}"
+        assert module_name.partition(".")[0] in row, f"docs/tour.md does not list {module_name}"
         for module in imports(ast.parse(file.read_text())):
-            if row_of(module, row) > row_of(own, row):
+            if row_of(module, row) > row_of(module_name, row):
                 upward.add((str(path), module))
 
     assert upward == EXCEPTIONS

@@ -175,17 +175,17 @@ def test_a_plateau_and_a_compute_loss_go_on_under_another_plan(tmp_path: Path):
     on on one device."""
     from paceline.transformers import PlannedTraining
 
-    ours = type("Ours", (PlannedTraining, _OwnLoss, transformers.Trainer), {})
-    theirs = type("Theirs", (_OwnLoss, transformers.Trainer), {})
+    planned_class = type("Ours", (PlannedTraining, _OwnLoss, transformers.Trainer), {})
+    plain_class = type("Theirs", (_OwnLoss, transformers.Trainer), {})
     arguments = {"lr_scheduler_type": "reduce_lr_on_plateau", "optim": "sgd", "num_train_epochs": 3,
                  "gradient_accumulation_steps": 1,
                  "warmup_steps": 0, "per_device_train_batch_size": 10, "load_best_model_at_end": False,
                  "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 0.5}}
-    plain = _trainer(theirs, tmp_path / "plain", _model(), arguments=arguments)
+    plain = _trainer(plain_class, tmp_path / "plain", _model(), arguments=arguments)
     plain.train()
     stops = callbacks.Asks("should_training_stop", 8)
-    _trainer(ours, tmp_path / "run", _model(), arguments=arguments, plan="shard=2", callbacks=[stops]).train()
-    resumed = _trainer(ours, tmp_path / "run", _model(), arguments=arguments, plan="single")
+    _trainer(planned_class, tmp_path / "run", _model(), arguments=arguments, plan="shard=2", callbacks=[stops]).train()
+    resumed = _trainer(planned_class, tmp_path / "run", _model(), arguments=arguments, plan="single")
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
 
     rates = [entry["learning_rate"] for entry in plain.state.log_history if "learning_rate" in entry]
@@ -216,10 +216,10 @@ def test_a_weighted_mean_is_refused_where_the_batch_is_cut(options: dict[str, An
     from paceline.transformers import PlannedTraining
 
     bases = (PlannedTraining, transformers.Trainer) if options else (PlannedTraining, _Weighted, transformers.Trainer)
-    ours, arguments = type("Ours", bases, {}), {"gradient_accumulation_steps": 1, "max_steps": 2}
+    planned_class, arguments = type("Ours", bases, {}), {"gradient_accumulation_steps": 1, "max_steps": 2}
     with pytest.raises(RankFailed, match=r"is no mean over its labels or samples: .* as the mean of its parts"):
-        _trainer(ours, tmp_path / "cut", _model(), arguments=arguments, plan="data=2", **options).train()
-    whole = _trainer(ours, tmp_path / "whole", _model(), arguments=arguments, plan="single", **options)
+        _trainer(planned_class, tmp_path / "cut", _model(), arguments=arguments, plan="data=2", **options).train()
+    whole = _trainer(planned_class, tmp_path / "whole", _model(), arguments=arguments, plan="single", **options)
     assert whole.train().global_step == 2
 
 
@@ -294,18 +294,19 @@ def test_what_is_generated_is_by_the_weights_of_the_moment(tmp_path: Path, monke
     from paceline.transformers import PlannedTraining, rank
 
     monkeypatch.setattr(rank, "_BEAT_S", 1e-4)
-    ours = type("Ours", (PlannedTraining, transformers.Seq2SeqTrainer), {})
+    planned_class = type("Ours", (PlannedTraining, transformers.Seq2SeqTrainer), {})
     plain = _translator(transformers.Seq2SeqTrainer, tmp_path / "plain")
     plain.train()
-    planned = _translator(ours, tmp_path / "planned", plan="data=2")
+    planned = _translator(planned_class, tmp_path / "planned", plan="data=2")
     planned.train()
     _equal_logs(planned.state.log_history, plain.state.log_history)
     assert len({entry["eval_tokens"] for entry in plain.state.log_history if "eval_tokens" in entry}) == 2
     assert planned.state.total_flos > 0
     with pytest.raises(UsageError, match="whole model"):
-        _translator(ours, tmp_path / "split", plan="shard=2").train()
+        _translator(planned_class, tmp_path / "split", plan="shard=2").train()
     with pytest.raises(UsageError, match="should_epoch_stop"):
-        _translator(ours, tmp_path / "epoch", plan="single", callbacks=[callbacks.Asks("should_epoch_stop", 1)]).train()
+        _translator(planned_class, tmp_path / "epoch", plan="single",
+                    callbacks=[callbacks.Asks("should_epoch_stop", 1)]).train()
 
 
 def test_smoothed_labels_and_images_are_trained_as_on_one_device(tmp_path: Path):

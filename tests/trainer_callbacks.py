@@ -34,9 +34,9 @@ class Notes(transformers.TrainerCallback):
 class Asks(transformers.TrainerCallback):
     """Asks for one thing after a step."""
 
-    def __init__(self, what: str, step: int) -> None:
-        self.what, self.step = what, step
+    def __init__(self, attribute: str, step: int) -> None:
+        self.attribute, self.step = attribute, step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
-            setattr(control, self.what, True)
+            setattr(control, self.attribute, True)
