@@ -77,7 +77,7 @@ def measured(job: pl.Job, pairs: int) -> Figures:
     """Steps in turns; the gain is the median of pairs."""
     import torch
 
-    from paceline.launch.process import set_up_heap
+    from paceline.launch.heap import set_up_heap
     from paceline.plans import Plan
     from paceline.strategies.compile import run as compile_blocks
     from paceline.strategies.mesh import Mesh

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from paceline import Cluster, Job, cluster
-from paceline.launch import process
+from paceline.launch import heap
 from paceline.planner.ranks import measured_rates
 from paceline.profile import operators, profile_job
 from paceline.profile.cache import OLD_S
 from paceline.profile.calls import FAR, Operand, OperatorCall, OperatorCalls
 from paceline.profile.device import IN_A_STEP, DeviceRates
-from paceline.profile.operators import CANT, PACE, OperatorTimes, Session, session
+from paceline.profile.operators import CANT, PACE, OperatorTimes, TimedCalls, session
 from paceline.simulate.program import Compute
 from paceline.strategies.costs import compute
 
@@ -94,9 +94,9 @@ class Machine:
         monkeypatch.setattr(operators, "session", self._session)
         monkeypatch.setattr(OperatorTimes, "_has_warned", False)
 
-    def _session(self, calls: Sequence[OperatorCall], *_: object, **__: object) -> Session:
+    def _session(self, calls: Sequence[OperatorCall], *_: object, **__: object) -> TimedCalls:
         self.timed.append([call for call in calls if call not in PACE])
-        return Session([self.seconds] * len(calls), self.cpu_share)
+        return TimedCalls([self.seconds] * len(calls), self.cpu_share)
 
     def later(self, tmp_path: Path) -> None:
         """So much later that the machine's pace may be another one."""
@@ -160,7 +160,7 @@ def test_ranks_with_a_memory_limit_are_timed_on_the_heap_that_they_have(monkeypa
     """It gives back what is freed: blocks of 2 MiB are in new pages each time, which other ranks pay from 32 MiB on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept: list[bool] = []
-    monkeypatch.setattr(process, "set_up_heap", lambda *, keep: kept.append(keep))
+    monkeypatch.setattr(heap, "set_up_heap", lambda *, keep: kept.append(keep))
     monkeypatch.setattr(operators, "in_a_fork", lambda run, **_: run())
     operators.operator_times.cache_clear()
     free, limited = (measured_rates(Cluster.local("cpu:0", memory=memory), waiting=False, times_operators=True)

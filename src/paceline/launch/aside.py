@@ -16,8 +16,9 @@ import torch
 
 from paceline.launch import signals
 from paceline.launch.fork import die_with, prepare_to_fork, refuse_used_cuda
+from paceline.launch.heap import set_up_heap
 from paceline.launch.heartbeats import HeartbeatTable
-from paceline.launch.process import set_up_heap, use_threads
+from paceline.launch.process import use_threads
 
 _BESIDE_NICE = 10  # a tenth of a rank's share: at 19 a second of work lasted for 17 steps of the byte GPT
 _END_S, _POLL_S = 30.0, 0.002

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from paceline.cluster import Device, threads_of_a_rank
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure
 from paceline.launch.fault_policy import FaultPolicy
+from paceline.launch.heap import set_up_heap
 from paceline.launch.limit import limited_to
 from paceline.launch.logs import open_log, set_up_logging
 from paceline.launch.own_threads import own_threads_watched
@@ -100,22 +99,6 @@ def _process_group(context: RankContext, device: Device, fault_policy: FaultPoli
         # A group whose peers are gone can block in its own shutdown.
         if sys.exc_info()[0] is None:
             dist.destroy_process_group()
-
-
-def set_up_heap(*, keep: bool) -> None:
-    """Let glibc keep what a CPU rank frees, for its next step takes as much again; or give all that is large back.
-
-    If the heap is given back after every backward, forward pays for each page anew: 31 of 700 ms a step of the byte
-    GPT. A heap that is kept has holes, which a rank with a memory limit can't afford: there each tensor of a MiB or
-    more has pages of its own, at the price of new pages in every step. Thresholds that the user set stay.
-    """
-    if not any(name.startswith("MALLOC_") for name in os.environ) and "malloc" not in os.environ.get(
-            "GLIBC_TUNABLES", ""):
-        with contextlib.suppress(OSError, AttributeError):
-            mallopt = ctypes.CDLL("libc.so.6").mallopt
-            # M_MMAP_THRESHOLD: the greatest that glibc's own adjustment comes to, or a MiB; M_TRIM_THRESHOLD
-            mallopt(-3, 32 * 2**20 if keep else 2**20)
-            mallopt(-1, 2**31 - 1 if keep else 2**20)
 
 
 def use_threads(local_world_size: int) -> None:

@@ -41,7 +41,7 @@ THREAD_EFFICIENCY = 0.9
 # a step; other plans and jobs were left out.
 IN_A_STEP, BESIDE_OPERATORS_S = 1.08, 2e-3
 # From which on a block of a CPU rank's memory has pages of its own, which are new each time: of a heap that keeps what
-# is freed, and of one that gives it back; see `launch/process.py`.
+# is freed, and of one that gives it back; see `launch/heap.py`.
 KEPT_BLOCK_BYTES, GIVEN_BACK_BLOCK_BYTES = 32 * 2**20, 2**20
 FIGURES = ("flops_per_s", "bf16_flops_per_s", "memory_bytes_per_s", "function_bytes_per_s", "operator_s")  # kept
 ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "float64": 8}

@@ -147,7 +147,7 @@ class OperatorTimes:
             self._kept.clear()
         self._write()
 
-    def _session(self, calls: Sequence[OperatorCall]) -> Session:
+    def _session(self, calls: Sequence[OperatorCall]) -> TimedCalls:
         return session(calls, self.processes, self.threads, keeps_heap=self.keeps_heap)
 
     def _write(self) -> None:
@@ -171,7 +171,7 @@ def _key(call: OperatorCall) -> str:
     return key
 
 
-class Session(NamedTuple):
+class TimedCalls(NamedTuple):
     """seconds: of each call; CANT of one that fails, None of one for which no time was left. cpu_share: the part of the
     time for which the thread that timed them had a core."""
 
@@ -185,7 +185,7 @@ class Session(NamedTuple):
 
 
 def session(calls: Sequence[OperatorCall], processes: int, threads: int, *, keeps_heap: bool = True,
-            budget_s: float = BUDGET_S) -> Session:
+            budget_s: float = BUDGET_S) -> TimedCalls:
     """Time operators where so many processes with so many threads call them."""
     import paceline.launch.process  # noqa: F401  here, so that not every fork loads it
 
@@ -198,7 +198,7 @@ def session(calls: Sequence[OperatorCall], processes: int, threads: int, *, keep
             break
         except RuntimeError:  # a kernel may end its process
             board.seconds[board.at] = CANT
-    return Session([None if math.isnan(seconds) else seconds for seconds in board.seconds[:len(calls)]],
+    return TimedCalls([None if math.isnan(seconds) else seconds for seconds in board.seconds[:len(calls)]],
                    board.cpu_share)
 
 
@@ -307,7 +307,7 @@ def _follow(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], A
 def _set_up(threads: int, *, keeps_heap: bool) -> Arena:
     import torch
 
-    from paceline.launch.process import set_up_heap
+    from paceline.launch.heap import set_up_heap
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)

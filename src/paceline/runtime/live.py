@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.cluster import free_memory_bytes
+from paceline.launch.heap import trim_heap
 from paceline.launch.live_states import LiveStates
 from paceline.launch.step_slots import StepSlots
 from paceline.long_work import long_work
@@ -37,7 +38,6 @@ from paceline.runtime.checkpoint.pieces import Region, TensorPiece
 from paceline.runtime.checkpoint.read import Checkpoint, StoredPiece, TensorEntry
 from paceline.runtime.drift import fingerprint
 from paceline.runtime.structure import Structure
-from paceline.strategies.spill import give_back_freed
 
 if TYPE_CHECKING:
     from paceline.runtime.stepper import Stepper
@@ -125,11 +125,11 @@ class LiveState:
                 del storage
                 long_work.advanced()
                 if kept_bytes > GIVEN_BACK_BYTES:
-                    give_back_freed()
+                    trim_heap()
                     kept_bytes = 0
         except OSError:
             self.end()
-        give_back_freed()
+        trim_heap()
         self.stepper.edits.updated()  # no forward has moved them
 
     def _movable(self) -> dict[int, torch.UntypedStorage]:

@@ -24,6 +24,7 @@ from paceline.cluster import Device
 from paceline.errors import CallbackError, CheckpointError, DriftError, JobError, Preempted
 from paceline.job import Job
 from paceline.launch.context import RankContext
+from paceline.launch.heap import KeptHeap
 from paceline.launch.live_states import COPY_SHARE
 from paceline.launch.live_states import TIME_SHARE as NOTE_SHARE
 from paceline.launch.state_copies import TIME_SHARE
@@ -193,6 +194,7 @@ class _Run:
     mesh: Mesh
     stepper: Stepper
     memory: PeakMemory
+    heap: KeptHeap
     display: Display
     writer: Writer | None
     copier: Copier | None
@@ -312,7 +314,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
                         num_ranks=context.local_world_size)
         metrics = run_dir / "metrics.jsonl" if context.rank == 0 else None
         state.refuse_unsaveable(stepper)  # now, not after an hour
-    run = _Run(context, job, plan, settings, mesh, stepper, memory,
+    run = _Run(context, job, plan, settings, mesh, stepper, memory, KeptHeap(context.device.type),
                Display(shown=context.rank == 0 and settings.observer is None), writer, _copier(context, stepper),
                metrics, journal)
     _tell(run)
@@ -641,6 +643,7 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
         run.due.add("compare")
     if run.writer is not None:
         run.writer.poll()
+    run.heap.poll()
     if run.settings.save_every and run.step % run.settings.save_every == 0:
         run.due.add("save")
     if run.settings.save_every and run.speed.steps == 1:

@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.serialization import config
 
+from paceline.launch.heap import trim_heap
+
 LEAST_BYTES = 64 * 1024  # of a storage that is worth a file
 RESIDENT_BYTES = 32 * 1024**2  # of storages that are used before their pages are let go of
 
@@ -30,13 +32,6 @@ _MADV_DONTNEED, _MADV_PAGEOUT = 4, 21
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 _EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.empty_like, torch.ops.aten.new_empty,
           torch.ops.aten.new_empty_strided)
-
-
-def give_back_freed() -> None:
-    """Return freed memory to the system: glibc keeps blocks of up to 32 MiB, such as layers, for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(0)
 
 
 class CannotSpill(Exception):
@@ -160,7 +155,7 @@ class Spill:
                         self._advise(max(first, start), min(last, stop), _MADV_PAGEOUT)
         self._used.clear()
         self._used_bytes = 0
-        give_back_freed()
+        trim_heap()
 
     def _advise(self, start: int, stop: int, advice: int) -> None:
         """Best effort: where it is refused, pages stay."""

@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from paceline.errors import CheckpointError
+from paceline.launch.heap import trim_heap
 from paceline.long_work import long_work
 from paceline.runtime.checkpoint.dtypes import DTYPES, in_file
 from paceline.runtime.checkpoint.files import CHECKSUM
@@ -27,7 +28,6 @@ from paceline.runtime.checkpoint.pieces import Region, copy, pieces_of, uncovere
 from paceline.runtime.checkpoint.suspect import why_suspect
 from paceline.runtime.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, LOOK_S, VERSION
 from paceline.strategies.layout import Extent
-from paceline.strategies.spill import give_back_freed
 
 _SUMMED_BYTES = 256 * 1024  # read at a time, as in hashlib.file_digest
 MAPPED_BYTES = 16 * 1024**2  # read of files before they are unmapped; a larger piece is read at once
@@ -132,7 +132,7 @@ class Checkpoint:
         if sum(self._read_bytes) > MAPPED_BYTES:
             self._read_bytes.clear()
             self._files.clear()
-            give_back_freed()
+            trim_heap()
 
     def _open(self, file: str) -> _Mapped:
         """A file, mapped into memory and kept for a while: a model has thousands of tensors in few files."""

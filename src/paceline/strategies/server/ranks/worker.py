@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 
 from paceline.capture.written import SeenValue
 from paceline.errors import JobError, PlanRefused
+from paceline.launch.heap import KeptHeap
 from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.read import open_checkpoint
 from paceline.runtime.copies import open_copy
@@ -50,7 +51,7 @@ class Worker:
         context, job, plan, settings = task.context, task.job, task.plan, task.settings
         context.beat("build")
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
-        self.memory = PeakMemory(context.device)
+        self.memory, self.heap = PeakMemory(context.device), KeptHeap(context.device.type)
         self.stepper = Stepper(job, plan, Mesh.of(plan, 0), context.device,
                                devices=settings.devices)
         shards = deal_out(self.stepper.model, self.stepper.optimizer, plan)
@@ -143,6 +144,7 @@ class Worker:
                 compute = self._compute if self.served is None else self._take_step
                 answer = compute(order) if "lease" in order else self._evaluate(order)
                 self.control.send_message({**answer, "stop": self.context.stop_signal is not None})
+                self.heap.poll()
             if self.settings.observer is not None and self.served is None:
                 self._fetch(order)
             self.control.send_message({"left": self._figures()})
