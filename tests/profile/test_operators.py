@@ -19,7 +19,7 @@ from paceline.profile import operators, profile_job
 from paceline.profile.cache import OLD_S
 from paceline.profile.calls import FAR, Operand, OperatorCall, OperatorCalls
 from paceline.profile.device import IN_A_STEP, DeviceRates
-from paceline.profile.operators import CANT, PACE, OperatorTimes, TimedCalls, session
+from paceline.profile.operators import CANT, IN_PLACE, OperatorTimes, TimedCalls, session
 from paceline.simulate.program import Compute
 from paceline.strategies.costs import compute
 
@@ -89,19 +89,19 @@ class Machine:
     """Times every operator in `seconds` while its cores are free for `cpu_share` of the time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        self.seconds, self.cpu_share, self.timed = 0.5, 1.0, []
+        self.seconds, self.cpu_share, self.timed, self.odd = 0.5, 1.0, [], None
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(operators, "session", self._session)
         monkeypatch.setattr(OperatorTimes, "_has_warned", False)
 
     def _session(self, calls: Sequence[OperatorCall], *_: object, **__: object) -> TimedCalls:
-        self.timed.append([call for call in calls if call not in PACE])
-        return TimedCalls([self.seconds] * len(calls), self.cpu_share)
+        self.timed.append(list(calls))
+        return TimedCalls([10 * self.seconds if call is self.odd else self.seconds for call in calls], self.cpu_share)
 
-    def later(self, tmp_path: Path) -> None:
+    def later(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """So much later that the machine's pace may be another one."""
-        for path in (tmp_path / "paceline").iterdir():
-            os.utime(path, (time.time() - 2 * OLD_S,) * 2)
+        now_s = time.time() + 2 * OLD_S
+        monkeypatch.setattr(time, "time", lambda: now_s)
 
 
 def test_what_was_timed_is_not_timed_again(monkeypatch, tmp_path):
@@ -132,28 +132,60 @@ def test_what_was_timed_beside_other_work_is_used_and_not_kept(monkeypatch, tmp_
 
 @pytest.mark.parametrize(("new_s", "is_timed_again"), [(0.45, False), (0.5, False), (0.3, True), (0.8, True)])
 def test_operators_are_timed_again_once_the_machine_has_another_pace(monkeypatch, tmp_path, new_s, is_timed_again):
-    """Some are timed anew after a while; a process that may not measure takes what there is."""
+    """Some of those that are wanted are timed anew after a while, once; a process that may not measure takes what there
+    is."""
     machine = Machine(monkeypatch, tmp_path)
     OperatorTimes(1).measure([PRODUCT])
-    machine.later(tmp_path)
+    machine.later(monkeypatch)
     machine.seconds = new_s
     busy, idle = OperatorTimes(1, measures=False), OperatorTimes(1)
     busy.measure([PRODUCT])
-    idle.measure([PRODUCT])
+    for _ in range(2):
+        idle.measure([PRODUCT])
+    OperatorTimes(1).measure([PRODUCT])
 
-    assert busy.seconds(PRODUCT) == 0.5 and machine.timed == [[PRODUCT], [], *([[PRODUCT]] if is_timed_again else [])]
+    assert busy.seconds(PRODUCT) == 0.5
+    assert machine.timed == [[PRODUCT], [PRODUCT], *([[PRODUCT]] if is_timed_again else [])]
     assert idle.seconds(PRODUCT) == (new_s if is_timed_again else 0.5)
+
+
+def test_a_pace_is_compared_on_a_few_operators_of_the_job(monkeypatch, tmp_path):
+    """Neither on one that tells what memory does, nor on so many that it takes long; one that differs says nothing."""
+    machine = Machine(monkeypatch, tmp_path)
+    job = [OperatorCall("aten.mm.default", (MATRIX, MATRIX, number)) for number in range(40)]
+    OperatorTimes(1).measure([IN_PLACE, *job])
+    machine.later(monkeypatch)
+    machine.odd = job[0]
+    times = OperatorTimes(1)
+    times.measure([IN_PLACE])
+    times.measure([UNHEARD_OF])
+    assert len(machine.timed) == 2
+
+    times.measure(job)
+    assert machine.timed[2:] == [job[::5]] and times.seconds(job[0]) == 0.5
 
 
 def test_a_busy_machine_says_nothing_of_its_pace(monkeypatch, tmp_path):
     machine = Machine(monkeypatch, tmp_path)
     OperatorTimes(1).measure([PRODUCT])
-    machine.later(tmp_path)
+    machine.later(monkeypatch)
     machine.seconds, machine.cpu_share = 5.0, 0.5
     times = OperatorTimes(1)
     times.measure([PRODUCT])
 
     assert times.seconds(PRODUCT) == 0.5
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"seconds": 1}',
+                                     '{"seconds": {"key": "fast"}, "compared_s": null}'])
+def test_damaged_times_are_taken_again(monkeypatch, tmp_path, content):
+    machine = Machine(monkeypatch, tmp_path)
+    OperatorTimes(1).measure([PRODUCT])
+    (path,) = (tmp_path / "paceline").iterdir()
+    path.write_text(content)
+    OperatorTimes(1).measure([PRODUCT])
+
+    assert machine.timed == [[PRODUCT], [PRODUCT]]
 
 
 def test_ranks_with_a_memory_limit_are_timed_on_the_heap_that_they_have(monkeypatch, tmp_path):

@@ -42,18 +42,18 @@ MOST_COPIES = 64
 MADE_BYTES = 32 * MIB  # of results that are held, so that further ones come into memory that was not used for long
 WAIT_S = 0.5  # at most for the other ranks before each operator
 CANT = -1.0  # seconds of an operator that failed
-# Of a session's time that its thread has a core: 0.99 to 1.0 on two cores, and QUIET_BESIDE beside a busy process.
-QUIET_SHARE = 0.9
-# Once times are old, some operators are timed anew. If one takes so many times as long, or as little, all are.
-OTHER_PACE = 1.25
+# Of a session's time that its thread has a core: 0.93 to 1.0 on two quiet cores, and 0.2 to 0.7 beside other work.
+QUIET_SHARE = 0.85
+# Once times are old, so many operators are timed anew. If two of them take so many times as long as they did, or as
+# little, all are.
+MOST_COMPARED, OTHER_PACE = 8, 1.25
 
 LAUNCHED = OperatorCall("aten.mul.Tensor", (Operand((64,), (1,), "float32", 0.0), 2.0))
 # Of 64 MiB each, which is more than caches hold, and more than the C library takes from its heap: what is made is in
 # pages that are new.
 _LARGE = Operand((2**24,), (1,), "float32", float(FAR))
 IN_PLACE, MADE = OperatorCall("aten.add_.Tensor", (_LARGE, _LARGE)), OperatorCall("aten.add.Tensor", (_LARGE, _LARGE))
-_MATRIX = Operand((256, 256), (256, 1), "float32", 0.0)
-PACE = (LAUNCHED, IN_PLACE, OperatorCall("aten.mm.default", (_MATRIX, _MATRIX)))
+_RATES = (LAUNCHED, IN_PLACE, MADE)
 
 
 class OperatorTimes:
@@ -71,14 +71,15 @@ class OperatorTimes:
         self.processes, self.threads = min(num_ranks, usable_cores()), threads_of_a_rank(num_ranks)
         self._name = f"operators-{self.processes}x{self.threads}" + ("" if keeps_heap else "-lean")
         stored = cache.read(self._name, "cpu")
-        self._known: dict[str, float] = {}
-        self._kept: dict[str, float] = {}  # those of them that were timed while nothing else had the cores
+        document = stored if isinstance(stored, dict) else {}
+        seconds, compared_s = document.get("seconds"), document.get("compared_s")
+        # When times were last compared with the machine, and those that were taken while nothing else had the cores.
+        self._compared_s = compared_s if isinstance(compared_s, float) else time.time()
+        self._kept = {key: value for key, value in seconds.items()
+                      if isinstance(value, float) and (value == CANT or 0 < value < math.inf)
+                      } if isinstance(seconds, dict) else {}
+        self._known = dict(self._kept)
         self._skipped: set[str] = set()  # for which there was no time in this process
-        if isinstance(stored, dict):
-            self._kept = {key: seconds for key, seconds in stored.items()
-                          if isinstance(seconds, float) and (seconds == CANT or 0 < seconds < math.inf)}
-            self._known = dict(self._kept)
-        self._is_old = bool(self._kept) and cache.age_s(self._name, "cpu") > cache.OLD_S
 
     @property
     def launch_s(self) -> float:
@@ -113,13 +114,13 @@ class OperatorTimes:
         and are not kept."""
         if not self.measures:
             return
-        if self._is_old:
-            self._compare_pace()
-        missing = {_key(call): call for call in calls if call.operator != UNKNOWN}
-        missing = {key: call for key, call in missing.items() if key not in self._known and key not in self._skipped}
+        wanted = {_key(call): call for call in calls if call.operator != UNKNOWN}
+        known = [call for call in wanted.values() if call not in _RATES and self.seconds(call)]
+        if known and time.time() - self._compared_s > cache.OLD_S:
+            self._compare_pace(known)
+        missing = {key: call for key, call in wanted.items() if key not in self._known and key not in self._skipped}
         if not missing:
             return
-        missing = {key: call for call in PACE if (key := _key(call)) not in self._known} | missing
         measured = self._session(list(missing.values()))
         self._skipped.update(key for key, seconds in zip(missing, measured.seconds, strict=True) if seconds is None)
         times = {key: seconds for key, seconds in zip(missing, measured.seconds, strict=True) if seconds is not None}
@@ -132,17 +133,17 @@ class OperatorTimes:
             print("note: other work had this machine's cores while operators were timed, so predictions are rougher; "
                   "the operators are timed again next time", file=sys.stderr)
 
-    def _compare_pace(self) -> None:
-        """Forget all times if the machine has another pace than when they were taken."""
-        self._is_old = False
-        before = {call: seconds for call in PACE if (seconds := self.seconds(call))}
-        measured = self._session(list(before))
+    def _compare_pace(self, known: Sequence[OperatorCall]) -> None:
+        """Forget all times if the machine has another pace than when they were taken, by some of these operators."""
+        self._compared_s = time.time()
+        sample = known[::-(-len(known) // MOST_COMPARED)]
+        measured = self._session(sample)
         if not measured.is_quiet:
             return
+        before = [self._known[_key(call)] for call in sample]
         changes = [max(seconds / before_s, before_s / seconds)
-                   for seconds, before_s in zip(measured.seconds, before.values(), strict=True)
-                   if seconds not in (None, CANT)]
-        if max(changes, default=1.0) > OTHER_PACE:
+                   for seconds, before_s in zip(measured.seconds, before, strict=True) if seconds not in (None, CANT)]
+        if changes and sum(change > OTHER_PACE for change in changes) >= min(2, len(changes)):
             self._known.clear()
             self._kept.clear()
         self._write()
@@ -152,7 +153,7 @@ class OperatorTimes:
 
     def _write(self) -> None:
         self._kept = dict(list(self._kept.items())[-MOST_KEPT:])
-        cache.write(self._name, "cpu", self._kept)
+        cache.write(self._name, "cpu", {"compared_s": self._compared_s, "seconds": self._kept})
 
 
 @lru_cache(maxsize=8)
