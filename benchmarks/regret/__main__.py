@@ -22,14 +22,15 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.regret.jobs import JOBS
 from benchmarks.regret.pace import Pace
 from benchmarks.turns import warn_if_busy
-from paceline import Cluster, Job
+from paceline import Job
 from paceline.cluster import usable_cores
 from paceline.errors import PacelineError
 from paceline.launch.failure import RankFailed
@@ -139,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warn_if_busy()
     results, pace = _kept_results(options.json), Pace()
     for name in options.jobs or [name for name in JOBS if name not in results]:
-        results[name] = _measure(name, options, pace)
+        with _threads(JOBS[name].threads):
+            results[name] = _measure(name, options, pace)
         print(_job_table(name, results[name]), flush=True)
         if options.json:
             Path(options.json).write_text(json.dumps({name: asdict(result) for name, result in results.items()},
@@ -147,6 +149,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(results))
     if options.write:
         Path(options.write).write_text(page(results, measured_on=datetime.date.today(), machine=_machine()))
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """What users set to give each rank so many cores."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    if count is not None:
+        os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            os.environ.pop("OMP_NUM_THREADS")
+            if before is not None:
+                os.environ["OMP_NUM_THREADS"] = before
 
 
 def _kept_results(path: str | None) -> dict[str, JobResult]:
@@ -180,13 +197,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _measure(name: str, options: argparse.Namespace, pace: Pace) -> JobResult:
     """Its plans, with what they took."""
-    devices, make = JOBS[name]
-    job = make()
-    where = Cluster.local(f"cpu:0-{devices - 1}")
+    case = JOBS[name]
+    job, cluster = case.make(), case.cluster
     pace.wait_until_usual()
-    before = plan(job, where, calibrate_s=0)
+    before = plan(job, cluster, calibrate_s=0)
     pace.wait_until_usual()
-    answer = plan(job, where, calibrate_s=options.calibrate) if options.calibrate else before
+    answer = plan(job, cluster, calibrate_s=options.calibrate) if options.calibrate else before
     alone = {candidate.plan: candidate for candidate in before.ranking.ranked}
     taken = [Measured.of(candidate, alone.get(candidate.plan))
              for candidate in _plans_to_run(answer, before, options.plans)]
@@ -196,7 +212,7 @@ def _measure(name: str, options: argparse.Namespace, pace: Pace) -> JobResult:
         for measured in order:
             for _ in range(MOST_TRIES):
                 pace.wait_until_usual()
-                if measured.failed or _run(measured, job, options.seconds, is_steady=pace.is_usual):
+                if measured.failed or _run(measured, job, case.memory, options.seconds, is_steady=pace.is_usual):
                     break
         print(f"{name}: round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     return JobResult(str(answer.chosen), taken, str(before.chosen))
@@ -213,13 +229,14 @@ def _plans_to_run(answer: Answer, before: Answer, most: int) -> list[Candidate]:
     return [*chosen, *sorted(others, key=lambda each: (len(each.plan.values()), str(each.plan)))][:most]
 
 
-def _run(measured: Measured, job: Job, seconds: float, *, is_steady: Callable[[], bool] = lambda: True) -> bool:
+def _run(measured: Measured, job: Job, memory: str | None, seconds: float, *,
+         is_steady: Callable[[], bool] = lambda: True) -> bool:
     """Train as `paceline train` does after it has chosen a plan, without a prediction beside it.
 
     Returns:
         Whether it counts: it does not if the machine is not steady at its end.
     """
-    request = resolve(job, measured.plan)
+    request = resolve(job, measured.plan, memory=memory)
     short = replace(job, steps=WARM_UP_STEPS + max(WARM_UP_STEPS, round(seconds / measured.predicted_s)))
     load(request.plan)
     try:
@@ -245,7 +262,7 @@ def _run(measured: Measured, job: Job, seconds: float, *, is_steady: Callable[[]
 def _job_table(name: str, result: JobResult) -> str:
     titles = (f"{'ms':>8} {'alone':>8} {'off':>6} {'predicted':>9} {'off':>6} {'noise':>6} {'MiB':>7} "
               f"{'predicted':>9} {'off':>6}")
-    lines = [f"\n{name}, {JOBS[name][0]} devices; chosen: {result.chosen}", f"{'plan':<58} {titles}"]
+    lines = [f"\n{name}, {JOBS[name].num_devices} devices; chosen: {result.chosen}", f"{'plan':<58} {titles}"]
     for measured in sorted(result.run, key=lambda measured: measured.time_s):
         memory_bytes = statistics.median(measured.memory_bytes)
         times = (f"{1e3 * measured.time_s:>8.2f} {1e3 * measured.alone_s:>8.2f} {100 * measured.alone_error:>+5.0f}% "

@@ -4,6 +4,7 @@ another."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -137,37 +138,62 @@ def _layer() -> nn.Module:
     return nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
 
 
-# By name: how many devices there are, and the job.
-SMALL_JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
-    "GPT, 128 wide": (2, _decoder(DecoderSize(4, 128, 4, 512, 256, sequence=128), 16)),
-    "GPT, 512 wide": (2, _decoder(DecoderSize(2, 512, 8, 2048, 256, sequence=64), 8)),
-    "Llama, 256 wide": (2, _decoder(DecoderSize(4, 256, 8, 688, 1024, sequence=64, kv_heads=4, form="llama"), 16)),
-    "ConvNet on 32x32": (4, lambda: pl.Job(
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A job and the devices that there are for it.
+
+    memory: the limit of each device. threads: of each rank; by default ranks share the cores.
+    """
+
+    num_devices: int
+    make: Callable[[], pl.Job]
+    memory: str | None = None
+    threads: int | None = None
+
+    @property
+    def cluster(self) -> pl.Cluster:
+        return pl.Cluster.local(f"cpu:0-{self.num_devices - 1}", memory=self.memory)
+
+
+# By name.
+SMALL_JOBS: dict[str, Case] = {
+    "GPT, 128 wide": Case(2, _decoder(DecoderSize(4, 128, 4, 512, 256, sequence=128), 16)),
+    "GPT, 512 wide": Case(2, _decoder(DecoderSize(2, 512, 8, 2048, 256, sequence=64), 8)),
+    "Llama, 256 wide": Case(2, _decoder(DecoderSize(4, 256, 8, 688, 1024, sequence=64, kv_heads=4, form="llama"), 16)),
+    "ConvNet on 32x32": Case(4, lambda: pl.Job(
         model=lambda: ConvNet(ConvNetSize(depths=(1, 1, 1, 1), width=16, classes=10, side=32)),
         data=numbers(3, 32, 32), loss=F.cross_entropy, optimizer=momentum, batch=16, steps=STEPS)),
-    "wide perceptron": (2, lambda: pl.Job(
+    "wide perceptron": Case(2, lambda: pl.Job(
         model=lambda: perceptron(2048, 3), data=numbers(64), loss=F.cross_entropy, optimizer=momentum, batch=16,
         steps=STEPS)),
-    "small perceptron": (4, lambda: pl.Job(
+    "small perceptron": Case(4, lambda: pl.Job(
         model=lambda: perceptron(128, 2), data=numbers(64), loss=F.cross_entropy, optimizer=adamw, batch=64,
         steps=STEPS)),
-    "four branches": (4, lambda: pl.Job(
+    "four branches": Case(4, lambda: pl.Job(
         model=lambda: Branches(768), data=numbers(768), loss=F.cross_entropy, optimizer=adamw, batch=64,
         steps=STEPS)),
 }
 # Of other classes than those above, on which nothing was fitted.
-OTHER_JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
-    "convolutions": (2, _job(lambda: _convolutions(64), lambda: numbers(3, 32, 32), momentum, 32)),
-    "plain SGD, 4096 wide": (2, _job(lambda: perceptron(4096, 3), lambda: numbers(64), sgd, 128)),
-    "two towers": (2, _job(Towers, lambda: numbers(3, 32, 32), momentum, 64)),
-    "encoder, 256 wide": (2, _job(lambda: Reader(256, 256, *(_layer() for _ in range(4))), lambda: words(256, 64),
+OTHER_JOBS: dict[str, Case] = {
+    "convolutions": Case(2, _job(lambda: _convolutions(64), lambda: numbers(3, 32, 32), momentum, 32)),
+    "plain SGD, 4096 wide": Case(2, _job(lambda: perceptron(4096, 3), lambda: numbers(64), sgd, 128)),
+    "two towers": Case(2, _job(Towers, lambda: numbers(3, 32, 32), momentum, 64)),
+    "encoder, 256 wide": Case(2, _job(lambda: Reader(256, 256, *(_layer() for _ in range(4))), lambda: words(256, 64),
                                   adamw, 16)),
-    "embeddings": (2, _job(lambda: Reader(50_000, 128, nn.Linear(128, 128)), lambda: words(50_000, 64), adamw, 64)),
-    "LSTM": (2, _job(lambda: Reader(256, 256, nn.LSTM(256, 256, 2, batch_first=True)), lambda: words(256, 64), adamw,
-                     16)),
+    "embeddings": Case(2, _job(lambda: Reader(50_000, 128, nn.Linear(128, 128)), lambda: words(50_000, 64), adamw, 64)),
+    "LSTM": Case(2, _job(lambda: Reader(256, 256, nn.LSTM(256, 256, 2, batch_first=True)), lambda: words(256, 64),
+                         adamw, 16)),
 }
 # 268 million parameters: a step needs 4.3 GB on one device.
-LARGE_JOBS: dict[str, tuple[int, Callable[[], pl.Job]]] = {
-    "perceptron, 8192 wide": (2, _job(lambda: perceptron(8192, 4), lambda: numbers(64), adamw, 8)),
+LARGE_JOBS: dict[str, Case] = {
+    "perceptron, 8192 wide": Case(2, _job(lambda: perceptron(8192, 4), lambda: numbers(64), adamw, 8)),
 }
-JOBS = {**SMALL_JOBS, **OTHER_JOBS, **LARGE_JOBS}
+# One device does not win: its model does not fit, or it has one core as each of two has.
+SPLIT_JOBS: dict[str, Case] = {
+    "wide perceptron, 192 MiB": replace(SMALL_JOBS["wide perceptron"], memory="192MiB"),
+    "embeddings, 192 MiB": replace(OTHER_JOBS["embeddings"], memory="192MiB"),
+    "GPT, 128 wide, a core each": replace(SMALL_JOBS["GPT, 128 wide"], threads=1),
+    "convolutions, a core each": replace(OTHER_JOBS["convolutions"], threads=1),
+    "two towers, a core each": replace(OTHER_JOBS["two towers"], threads=1),
+}
+JOBS = {**SMALL_JOBS, **OTHER_JOBS, **SPLIT_JOBS, **LARGE_JOBS}

@@ -194,7 +194,7 @@ def test_ranks_with_a_memory_limit_are_timed_on_the_heap_that_they_have(monkeypa
     kept: list[bool] = []
     monkeypatch.setattr(heap, "set_up_heap", lambda *, keep: kept.append(keep))
     monkeypatch.setattr(operators, "in_a_fork", lambda run, **_: run())
-    operators.operator_times.cache_clear()
+    operators._operator_times.cache_clear()
     free, limited = (measured_rates(Cluster.local("cpu:0", memory=memory), waiting=False, times_operators=True)
                      for memory in (None, "1GiB"))
     taken = Compute(new_blocks=(2.0 * 2**20, 64.0 * 2**20))
@@ -214,6 +214,11 @@ def test_operators_have_as_many_threads_as_ranks_will(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     assert (shares, of_two) == ([4, 2, 1], [2, 1, 1])
+    assert operators.operator_times(2).threads == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("PACELINE_HOSTS_HERE")
+    assert operators.operator_times(2).threads == 2  # of the same process
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert [OperatorTimes(num_ranks).threads for num_ranks in (1, 2, 8)] == [1, 1, 1]
 
 

@@ -156,9 +156,14 @@ class OperatorTimes:
         cache.write(self._name, "cpu", {"compared_s": self._compared_s, "seconds": self._kept})
 
 
-@lru_cache(maxsize=8)
 def operator_times(num_ranks: int, *, measures: bool = True, keeps_heap: bool = True) -> OperatorTimes:
     """Of this process: what it has timed it does not read again."""
+    return _operator_times(num_ranks, threads_of_a_rank(num_ranks), measures, keeps_heap)
+
+
+@lru_cache(maxsize=16)
+def _operator_times(num_ranks: int, threads: int, measures: bool, keeps_heap: bool) -> OperatorTimes:
+    """threads: that a rank has; OMP_NUM_THREADS may change while this process lives."""
     return OperatorTimes(num_ranks, measures=measures, keeps_heap=keeps_heap)
 
 
