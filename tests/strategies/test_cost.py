@@ -9,6 +9,7 @@ from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.simulate.allocator import HOLES_ADDED
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
+from paceline.strategies.recompute.cost import RECOMPUTED_S
 from paceline.strategies.registry import BUILT_IN
 
 UNIT, ROOT = 100, 40
@@ -305,3 +306,14 @@ def test_gradients_that_are_added_leave_holes_in_a_heap_that_is_kept():
     alone, twice, thrice = (highest("single", *[1.0] * count).get(HOLES_ADDED, 0) for count in (1, 2, 3))
 
     assert alone == 0 < twice and thrice == pytest.approx(2 * twice)
+
+
+@pytest.mark.parametrize(("text", "kind", "count"), [
+    ("single recompute=full", "cpu", 2), ("single recompute=full", "cuda", 0), ("single recompute=selective", "cpu", 0),
+    ("single", "cpu", 0)])
+def test_python_around_a_unit_that_is_recomputed_takes_time_on_a_cpu(text: str, kind: str, count: int):
+    """Of two units; the root is none."""
+    waits = [event.fixed_s for event in program(text, kind=kind) if isinstance(event, Compute) and event.fixed_s]
+    without = [event.fixed_s for event in program("single", kind=kind) if isinstance(event, Compute) and event.fixed_s]
+
+    assert sum(waits) - sum(without) == pytest.approx(count * RECOMPUTED_S)
