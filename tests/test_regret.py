@@ -55,10 +55,11 @@ def test_the_page_has_each_plan_and_both_regrets():
 
 @pytest.mark.parametrize("name", sorted(JOBS.keys() - LARGE_JOBS))
 def test_every_job_can_be_built(name: str):
-    devices, make = JOBS[name]
-    job = make()
+    case = JOBS[name]
+    job = case.make()
 
-    assert devices in (2, 4) and job.batch >= devices
+    assert case.num_devices in (2, 4) and job.batch >= case.num_devices == len(case.cluster.devices)
+    assert all(device.is_limit == (case.memory is not None) for device in case.cluster.devices)
     inputs, targets = (torch.stack(parts) for parts in zip(job.data[0], job.data[1], strict=True))
     job.loss(job.model()(inputs), targets).backward()
 

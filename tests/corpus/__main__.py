@@ -11,8 +11,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KERAS_BACKEND", "torch")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+if __name__ == "__main__":  # tests import this module: their processes keep the devices that they have
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 def write_cells(path: Path, cells: list[Any]) -> None:
