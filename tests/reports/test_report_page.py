@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,19 @@ def test_a_trace_measures_what_a_prediction_divides():
     assert {name: part.seconds for name, part in parts.items()} == pytest.approx(
         {"computing": 0.0045, MESSAGES: 0.0045, "waiting for other ranks": 0.001})
     assert all(part.is_measured for part in parts.values())
+
+
+@pytest.mark.parametrize(("part", "name"), [
+    ("compute", "computing"), ("optimizer", "the optimizer"), ("communication", "messages between ranks"),
+    ("bubble", "waiting for other ranks"), ("unexplained", "time that no part explains")])
+def test_each_part_of_a_prediction_may_be_the_limit(tmp_path: Path, part: str, name: str):
+    """A pipeline's bubble, and what calibrations found beyond all parts, too."""
+    predicted = {**PREDICTED, "breakdown": {"compute": 0.001, part: 0.008}}
+    diagnosis = diagnose(replace(record(), predicted=predicted))
+    page = write(written(tmp_path, predicted=predicted)).read_text()
+
+    assert diagnosis.verdict == f"this run is limited by {name}" and diagnosis.next
+    assert name in page and f">{part}<" not in page
 
 
 def test_a_few_steps_say_nothing():

@@ -96,6 +96,10 @@ def test_ranks_wait_for_messages():
     assert first_rank.breakdown["compute"] == pytest.approx(8)
     assert second_rank.step_s == pytest.approx(3 + 2 + 0.5 + 5 + 1)
     assert (first_rank.peak_memory_bytes, second_rank.peak_memory_bytes) == (0, 7)
+    # Until the other has computed what a rank waits for, it is in a bubble; after that the link is what it waits for.
+    assert (second_rank.breakdown["bubble"], second_rank.breakdown["communication"]) == pytest.approx((3, 2 + 0.5 + 1))
+    assert first_rank.breakdown["bubble"] == pytest.approx(3 + 2 + 0.5 + 5 - (3 + 4))
+    assert first_rank.breakdown["communication"] == pytest.approx(1 + 0.5)
 
 
 def test_messages_leave_one_after_the_other():

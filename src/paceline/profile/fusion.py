@@ -121,7 +121,7 @@ def _join(operator: _Operator, other: _Operator) -> None:
 
 
 def saved_s(timed: Sequence[tuple[OperatorCall, float, float]], spared_bytes: float, *,
-            memory_bytes_per_s: float, threads: int = 1) -> float:
+            memory_bytes_per_s: float, threads: int) -> float:
     """Seconds that compiled code takes less than operators that were timed, launches left out.
 
     What is neither read nor written any more saves time at the rate at which these operators' own plain arithmetic
@@ -130,6 +130,7 @@ def saved_s(timed: Sequence[tuple[OperatorCall, float, float]], spared_bytes: fl
     Args:
         timed: Each operator, how often it runs, and its seconds.
         memory_bytes_per_s: Where no plain operator is among them.
+        threads: That share the values of random numbers and masks.
     """
     plain = [(count * call.num_bytes, count * seconds) for call, count, seconds in timed
              if call.is_plain and not _column_bytes(call)]

@@ -12,15 +12,16 @@ from paceline.reports.record import RunRecord
 FEW_STEPS = 10  # a run of fewer is mostly its start: step times are taken after so many
 LARGE = 0.1  # of the training's time: a smaller part is not worth a change
 
-COMPUTING, OPTIMIZER, MESSAGES, IDLE, DATA, SAVES, CORES = (
-    "computing", "the optimizer", "messages between ranks", "waiting for other ranks", "reading data",
-    "writing checkpoints", "other work on its cores")
+COMPUTING, OPTIMIZER, MESSAGES, IDLE, UNEXPLAINED, DATA, SAVES, CORES = (
+    "computing", "the optimizer", "messages between ranks", "waiting for other ranks", "time that no part explains",
+    "reading data", "writing checkpoints", "other work on its cores")
 # The part of the time from which each is named first, because it can be removed. Ranks' own threads wait for each
 # other, too: on a quiet machine two ranks of examples/01_digits.py do so for a tenth of the time.
 AVOIDABLE = {DATA: LARGE, SAVES: LARGE, CORES: 2 * LARGE}
 MOST_WAITED = 0.99  # of a run's time; more explains any slowdown
 PREEMPTED = "preempted"  # reason of a failure: the run was asked to stop
-_PREDICTED = {"compute": COMPUTING, "optimizer": OPTIMIZER, "communication": MESSAGES}
+PREDICTED_PARTS = {"compute": COMPUTING, "optimizer": OPTIMIZER, "communication": MESSAGES, "bubble": IDLE,
+                   "unexplained": UNEXPLAINED}
 _TRACED = {"forward": COMPUTING, "backward": COMPUTING, "input gradients": COMPUTING, "weight gradients": COMPUTING,
            "optimizer": OPTIMIZER, "reduce": MESSAGES}
 
@@ -83,7 +84,7 @@ def step_parts(record: RunRecord) -> list[StepPart]:
 
 def _predicted_shares(breakdown: Mapping[str, float]) -> dict[str, float]:
     total_s = sum(breakdown.values())
-    return {_PREDICTED.get(name, name): seconds / total_s for name, seconds in breakdown.items()} if total_s else {}
+    return {PREDICTED_PARTS[name]: seconds / total_s for name, seconds in breakdown.items()} if total_s else {}
 
 
 def _traced_shares(record: RunRecord) -> dict[str, float]:
@@ -172,6 +173,7 @@ def _next(limit: str, record: RunRecord) -> str:
         SAVES: "a larger --save-every saves less often",
         CORES: "end what else runs there, or leave cores free: --devices names those to use",
         MESSAGES: "paceline plan JOB prices plans that send less; --relaxed also compress= and local=",
+        UNEXPLAINED: "--trace 5 measures the parts of a step",
         IDLE: "--trace 5 draws who waits for whom; shares=speed gives slower devices less",
         OPTIMIZER: "a larger batch takes fewer updates a sample; shard= divides the update among ranks",
         COMPUTING: ("paceline plan JOB prices more devices, lower precision and compiled blocks"

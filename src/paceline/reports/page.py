@@ -15,7 +15,15 @@ from paceline.document import strict
 from paceline.errors import UsageError
 from paceline.proof.certificate import DOCUMENT as CERTIFICATE
 from paceline.proof.certificate import table as certificate_table
-from paceline.reports.diagnosis import AVOIDABLE, COMPUTING, Diagnosis, diagnose, rank_seconds, step_parts
+from paceline.reports.diagnosis import (
+    AVOIDABLE,
+    COMPUTING,
+    PREDICTED_PARTS,
+    Diagnosis,
+    diagnose,
+    rank_seconds,
+    step_parts,
+)
 from paceline.reports.record import RunRecord
 from paceline.runtime import documents, folder
 from paceline.study.report import STUDY
@@ -260,7 +268,7 @@ def _step_time(record: RunRecord) -> Iterator[Section]:
     from paceline.reports import charts
 
     breakdown, parts = record.predicted.get("breakdown") or {}, step_parts(record)
-    bars = {"predicted": {PART_NAMES.get(name, name): 1e3 * seconds for name, seconds in breakdown.items()},
+    bars = {"predicted": {PREDICTED_PARTS.get(name, name): 1e3 * seconds for name, seconds in breakdown.items()},
             "measured": {part.name: 1e3 * part.seconds for part in parts}}
     bars = {name: bar for name, bar in bars.items() if any(bar.values())}
     if not bars:
@@ -289,8 +297,6 @@ def _memory(record: RunRecord) -> Iterator[Section]:
     yield Section("Memory", charts=[Chart(charts.stacked(bars, x="MiB"), "by what holds it")],
                   head=("", "MiB"), rows=[(name, f"{sum(bar.values()):,.0f}") for name, bar in bars.items()])
 
-
-PART_NAMES = {"compute": "computing", "optimizer": "the optimizer", "communication": "messages between ranks"}
 
 
 def _named(rank: Any) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.reports.page import MIB, PART_NAMES, Chart, Section, check_packages, rendered
+from paceline.reports.diagnosis import PREDICTED_PARTS
+from paceline.reports.page import MIB, Chart, Section, check_packages, rendered
 from paceline.runtime import folder
 
 MOST_DRAWN = 12  # plans of a chart, which fit a phone's height
@@ -45,7 +46,7 @@ def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
     from paceline.reports import charts
 
     drawn = answer["plans"][:MOST_DRAWN]
-    times = {row["plan"]: {PART_NAMES.get(name, name): 1e3 * seconds for name, seconds in row["breakdown"].items()}
+    times = {row["plan"]: {PREDICTED_PARTS.get(name, name): 1e3 * seconds for name, seconds in row["breakdown"].items()}
              or {"step": 1e3 * row["step_s"]} for row in drawn}
     memory = {row["plan"]: {"memory of the fullest rank": row["memory_bytes"] / MIB} for row in drawn}
     yield Section("Predicted step and memory", charts=[

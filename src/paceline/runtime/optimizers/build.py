@@ -83,7 +83,7 @@ def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
 
 
 def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach], *, plan_key: str) -> None:
-    """Refuse an optimizer that must see all parameters at once. plan_key: what lets ranks update parts.
+    """Refuse an optimizer that must see all parameters at once. plan_key: which lets each rank update a part of them.
 
     Raises:
         PlanRefused: names a parameter whose update depends on others.
