@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from paceline import Job, train
 from paceline.launch.fork import in_a_fork
 from paceline.launch.heap import LOOK_EVERY_S, TIME_SHARE, KeptHeap, set_up_heap, trim_heap
 
@@ -106,3 +111,21 @@ def test_holes_are_given_back_to_the_system():
     before_bytes, after_bytes = in_a_fork(hold_holes, timeout_s=60.0)
 
     assert before_bytes - after_bytes > 40 * MIB
+
+
+@pytest.mark.parametrize("plan", ["single", "server=1 workers=1"])
+def test_ranks_look_after_every_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: str):
+    looks = tmp_path / "looks"
+    looks.touch()
+
+    def poll(heap: KeptHeap) -> None:
+        with looks.open("a") as file:
+            file.write("look\n")
+
+    monkeypatch.setattr(KeptHeap, "poll", poll)
+    data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    job = Job(model=lambda: nn.Linear(2, 1), data=data, loss=nn.functional.mse_loss, batch=2, steps=3,
+              optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    train(job, plan=plan, run=tmp_path / "run", check=False)
+
+    assert len(looks.read_text().splitlines()) >= 3
