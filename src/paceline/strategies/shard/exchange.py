@@ -1,7 +1,6 @@
 """How CPU ranks gather a unit and sum its gradients: in place, in buffers that are used again.
 
-gloo gathers into a buffer of its own, and sums a copy of the whole tensor (`AsyncAllgatherWork` and
-`reduce_scatter_tensor_coalesced` in torch's ProcessGroupGloo.cpp, torch 2.13). FSDP2 takes new buffers for both. The C
+gloo gathers into a buffer of its own, and sums a copy of the whole tensor. FSDP2 takes new buffers for both. The C
 library's heap then keeps several times the bytes that are in use; see docs/memory.md.
 """
 
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.waiting import waiting
+from paceline.strategies.cpu_collectives import gather_in_place, reduce_scatter
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -59,11 +58,7 @@ class InPlaceGather:
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup,
                  async_op: bool = False) -> None:
         """input_tensor: this rank's part of output_tensor. Collective."""
-        parts = output_tensor.chunk(group.size())
-        works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]
-        with waiting:
-            for work in works:
-                work.wait()
+        gather_in_place(output_tensor, group)
 
 
 class InPlaceReduceScatter:
@@ -81,9 +76,7 @@ class InPlaceReduceScatter:
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
                  async_op: bool = False) -> None:
         """Collective. input_tensor holds the sums of all parts afterwards."""
-        with waiting:
-            dist.all_reduce(input_tensor, group=group, op=op)
-        output_tensor.copy_(input_tensor.chunk(self.num_ranks)[group.rank()])
+        reduce_scatter(output_tensor, input_tensor, group, op)
 
 
 def exchange_in_place(modules: Sequence[FSDPModule], num_ranks: int) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from paceline.errors import PlanRefused
+from paceline.strategies.cpu_collectives import gather_in_place, reduce_scatter
 from paceline.strategies.tensor.cut import Cut
 
 if TYPE_CHECKING:
@@ -193,10 +194,16 @@ class Exchanges:
             work.wait()
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        _gather(whole, part, group=self.group)
+        if whole.device.type != "cpu":
+            _gather(whole, part, group=self.group)
+            return
+        whole.chunk(self.size)[self.rank].copy_(part)
+        gather_in_place(whole, self.group)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        _scatter(part, whole, group=self.group)
+        """On CPUs `whole` holds the sums of all parts afterwards."""
+        scatter = reduce_scatter if whole.device.type == "cpu" else _scatter
+        scatter(part, whole, group=self.group)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         dist.all_to_all_single(received, sent, group=self.group)
@@ -246,6 +253,8 @@ class Exchanges:
         """This rank's part of the sum."""
         def scattered(x: torch.Tensor) -> torch.Tensor:
             parts = x.unflatten(cut.dim, (cut.blocks, self.size, -1)).movedim(cut.dim + 1, 0).contiguous()
+            if x.device.type == "cpu" and parts._is_view():  # of x, which keeps its values
+                parts = parts.clone()
             part = x.new_empty(parts.shape[1:])
             self.reduce_scatter(part, parts.flatten(0, 1))
             part = part.flatten(cut.dim, cut.dim + 1)
