@@ -37,13 +37,17 @@ _CGROUP, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 class Link:
     """One direction between two devices.
 
-    wait_s: What a collective takes beside its messages: ranks that share cores wait for each other to get one.
+    wait_s: What a collective takes beside its messages, at once after another: ranks and threads that share cores wait
+        for each other to get one.
+    late_s: What it takes beyond that where ranks have computed since they met, for as long as that or longer: they
+        come at different times. In proportion where they computed for less.
     source: Where the figures of a link between GPUs that are here come from, for people.
     """
 
     bytes_per_s: float
     latency_s: float
     wait_s: float = 0.0
+    late_s: float = 0.0
     source: str = field(default="", compare=False)
 
 

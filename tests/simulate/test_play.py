@@ -4,7 +4,7 @@ import pytest
 
 from paceline.cluster import Link
 from paceline.profile.device import DeviceRates
-from paceline.simulate.collectives import collective_s
+from paceline.simulate.collectives import LATE_AFTER_S, collective_s
 from paceline.simulate.play import play, play_together
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Receive, Send, free
 
@@ -66,6 +66,24 @@ def test_collectives_of_a_stream_queue():
 def test_ring_times(kind, expected):
     """n-1 steps of a quarter of the tensor each, twice for an all-reduce, latency at each."""
     assert collective_s(seconds(kind, 40, group=4), Link(bytes_per_s=10, latency_s=0.5)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("times", "computed_s", "waits_s"), [
+    (1, 0.0, 2.0), (1, LATE_AFTER_S / 4, 3.0), (1, LATE_AFTER_S, 6.0), (1, 9.0, 6.0), (3, LATE_AFTER_S, 10.0)])
+def test_ranks_that_computed_come_at_different_times(times, computed_s, waits_s):
+    """2 s at every collective, and up to 4 s more by how long they computed; three share what lies before them."""
+    event = Collective("all_reduce", 0.0, group=2, times=times)
+
+    assert collective_s(event, Link(1.0, 0.0, wait_s=2.0, late_s=4.0), computed_s) == pytest.approx(waits_s)
+
+
+def test_computing_counts_since_ranks_met():
+    """The second collective follows the first one at once."""
+    link = Link(10, 0.0, wait_s=0.0, late_s=4.0)
+    twice = (second(), seconds("all_reduce", 0, stream=COMPUTE), seconds("all_reduce", 0, stream=COMPUTE))
+
+    assert play(twice, RATES, link).step_s == 1 + 4
+    assert play((*twice, second(), twice[1]), RATES, link).step_s == 2 + 2 * 4
 
 
 def test_a_group_of_one_costs_nothing():

@@ -192,10 +192,15 @@ class _OneDevice:
 
     def meet(self, point: HookPoint) -> Iterable[Event]:
         """One small all-reduce of the loss, its count, and which parameters were used, in float64, where ranks meet in
-        every step."""
+        every step. Replicas' running statistics meet twice: to see which of them differ, and to become their mean
+        (`runtime/buffers.py`)."""
         if self.step.plan.world_size > 1 and self.step.plan.outer_steps is None:
             figures = 3 + sum(p.trainable for p in self.profile.parameters)
             yield Collective("all_reduce", 8 * figures, self.step.plan.world_size, name="meet", stream=COMPUTE)
+            replicas = self.step.plan.axes.num_ranks(lambda axis: axis.cuts_samples)
+            if replicas > 1 and (values := self.profile.statistics_bytes / 4):
+                yield Collective("all_reduce", 3 * 8 * values, replicas, name="statistics", stream=COMPUTE)
+                yield Collective("all_reduce", 8 * values, replicas, name="statistics", stream=COMPUTE)
 
     def update(self, point: HookPoint) -> Iterable[Event]:
         whole_bytes = self.step.total(self.gradient_bytes)

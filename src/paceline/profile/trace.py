@@ -515,7 +515,7 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
     return Profile(
         parameters=_parameters(first.model, first.units, state_bytes, cast),
         segments=tuple(s for s in segments if s != Segment()),
-        buffer_bytes=_buffer_bytes(first.model),
+        buffer_bytes=_buffer_bytes(first.model), statistics_bytes=_statistics_bytes(first.model),
         batch_bytes=Affine.through(*((run.samples, run.batch_bytes) for run in runs)),
         update=_update(sides[0], step_bytes[0]) if like is None else like.update,
         update_peak_bytes=(round(_of_all_blocks(sides[0], _Side.update_peak_bytes)) if like is None
@@ -670,7 +670,8 @@ def _from_parameters(job: Job, notes: list[str]) -> Profile:
                                 gradients=tuple(name for name, p in owned if p.requires_grad)))
     moved = sum(2 * p.num_bytes + 2 * p.state_bytes + p.gradient_bytes for p in parameters)
     return Profile(
-        parameters, tuple(segments), buffer_bytes=_buffer_bytes(model), update=Work(moved_bytes=Affine(moved)),
+        parameters, tuple(segments), buffer_bytes=_buffer_bytes(model), statistics_bytes=_statistics_bytes(model),
+        update=Work(moved_bytes=Affine(moved)),
         notes=(*notes, "priced by its parameters alone: activations are left out"),
     )
 
@@ -692,3 +693,12 @@ def _parameters(model: nn.Module, units: tuple[str, ...], state_bytes: dict[str,
 
 def _buffer_bytes(model: nn.Module) -> int:
     return sum(b.numel() * b.element_size() for b in model.buffers())
+
+
+def _statistics_bytes(model: nn.Module) -> int:
+    """Of BatchNorm's running statistics: other buffers that a forward writes are rare, and not looked for."""
+    return sum(_own_bytes(module) for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
+
+
+def _own_bytes(module: nn.Module) -> int:
+    return sum(b.numel() * b.element_size() for b in module.buffers(recurse=False))

@@ -25,6 +25,7 @@ from paceline.simulate.program import (
     Send,
 )
 
+_ANY = ""  # the name of all collectives together
 ROUNDS = 2  # of a repetition that are played before the rest are counted: streams that wait for each other have settled
 
 
@@ -154,8 +155,9 @@ class Player:
         clock = self.clock
         clock[HOST] += event.times * self.rates.collective_s
         begins_s = max(clock.get(event.stream, 0.0), clock[COMPUTE], clock[HOST])
-        ends_s = begins_s + collective_s(event, self.network)
-        clock[event.stream] = self.ended[event.name] = ends_s
+        computed_s = max(0.0, begins_s - self.ended.get(_ANY, 0.0))
+        ends_s = begins_s + collective_s(event, self.network, computed_s)
+        clock[event.stream] = self.ended[event.name] = self.ended[_ANY] = ends_s
         if event.servers and event.stream == COMPUTE:
             clock[HOST] = ends_s  # the host itself takes what servers send
 

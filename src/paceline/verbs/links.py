@@ -21,11 +21,13 @@ from paceline.profile import cache
 
 CACHED = "links"  # by the number of CPU ranks, or by the numbers of the GPUs
 MOST_RANKS = 8  # with so many at most; more wait as those do
-SMALL, LARGE = 60, 24  # collectives of each size that are timed
+SMALL, LARGE, ROUNDS = 40, 24, 2  # collectives of each size that are timed; times that small ones are
+SMALL_NUMBERS = 1024  # in a small one: one number takes half as long as 16 do, or 8,192, because it is not cut in parts
 LARGE_BYTES = 8 * 2**20  # gathered by each rank
-# Products of matrices of this side that each rank computes before each collective: ranks that compute for some
-# milliseconds come at different times, and wait for each other.
-BUSY_SIDE, BUSY_PRODUCTS = 256, 12
+# Products of matrices of this side that each rank computes before each collective: half a millisecond of them, and
+# `LATE_AFTER_S`, after which ranks come at different times.
+BUSY_SIDE, FEW_PRODUCTS, MANY_PRODUCTS = 256, 1, 30
+SLOWEST = 0.02  # of exchanges, as a part, that don't count: the machine may have paused
 GPU_LARGE_BYTES = 128 * 2**20  # gathered by each GPU: some buckets of gradients
 # Of the cores' time that ranks get where nothing else runs: 0.97 to 1.0, and 0.27 beside two busy processes (2 cores).
 # Figures that were measured with less are those of a busy machine.
@@ -103,41 +105,48 @@ def _counts(num_devices: int) -> list[int]:
     return sorted({most, *(count for count in (2, 4, 8) if count <= most)})
 
 
-def _rank_times(context: RankContext) -> tuple[float, float, float, str]:
+def _rank_times(context: RankContext) -> tuple[float, float, float, float, str]:
     """A link's figures, as this rank sees them, and where they come from. Collective over the default group.
 
-    Each is a median: a pause of the machine in one exchange is no figure of the link.
+    Each is a mean, because a step has many collectives, and one in ten takes several times as long as the median. Of
+    rounds the faster one counts: whatever else uses the machine only makes them slower.
     """
     import torch
     import torch.distributed as dist
 
-    n, matrix = context.world_size, torch.ones(BUSY_SIDE, BUSY_SIDE)
-    small, part = torch.zeros(1), torch.zeros(LARGE_BYTES // 4 // n)
-    whole = [torch.zeros_like(part) for _ in range(n)]
+    from paceline.strategies.cpu_collectives import gather_in_place
 
-    def each_s(times: int, collective: Callable[[], object]) -> float:
-        """Of products and a collective after them."""
+    n, matrix = context.world_size, torch.ones(BUSY_SIDE, BUSY_SIDE)
+    small, whole = torch.zeros(SMALL_NUMBERS), torch.zeros(LARGE_BYTES // 4 // n * n)
+
+    def each_s(times: int, collective: Callable[[], object], products: int = MANY_PRODUCTS) -> float:
+        """Of a collective after products."""
         collective()
         seconds = []
         for _ in range(times):
-            began_s = time.perf_counter()
-            for _ in range(BUSY_PRODUCTS):
+            for _ in range(products):
                 matrix @ matrix
+            began_s = time.perf_counter()
             collective()
             seconds.append(time.perf_counter() - began_s)
-        return statistics.median(seconds)
+        return statistics.mean(sorted(seconds)[:math.ceil((1 - SLOWEST) * times)])
+
+    def waits_s(products: int) -> float:
+        return max(0.0, each_s(SMALL, lambda: dist.all_reduce(small), products) - 2 * (n - 1) * LOOPBACK.latency_s)
 
     began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-    computed_s = each_s(SMALL, lambda: None)
+    each_s(SMALL, lambda: None)
     share = torch.tensor((time.thread_time() - began_cpu_s) / (time.perf_counter() - began_s))
     dist.all_reduce(share, dist.ReduceOp.MIN)
     is_quiet = float(share) >= QUIET_SHARE * min(1.0, usable_cores() / n)
-    small_s = each_s(SMALL, lambda: dist.all_reduce(small))
-    large_s = each_s(LARGE, lambda: dist.all_gather(whole, part))
-    waits_s = max(0.0, small_s - computed_s - 2 * (n - 1) * LOOPBACK.latency_s)
-    moving_s = max(0.0, large_s - small_s)
-    bytes_per_s = (n - 1) / n * LARGE_BYTES / moving_s if moving_s else LOOPBACK.bytes_per_s
-    return bytes_per_s, LOOPBACK.latency_s, waits_s, "measured" if is_quiet else BUSY
+    wait_s = min(waits_s(FEW_PRODUCTS) for _ in range(ROUNDS))
+    late_s = max(0.0, min(waits_s(MANY_PRODUCTS) for _ in range(ROUNDS)) - wait_s)
+    group, tiny = dist.group.WORLD, torch.zeros(n)
+    assert group is not None
+    moving_s = max(0.0, each_s(LARGE, lambda: gather_in_place(whole, group))
+                   - each_s(LARGE, lambda: gather_in_place(tiny, group)))
+    bytes_per_s = (n - 1) / n * whole.nbytes / moving_s if moving_s else LOOPBACK.bytes_per_s
+    return bytes_per_s, LOOPBACK.latency_s, wait_s, late_s, "measured" if is_quiet else BUSY
 
 
 def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
@@ -169,16 +178,16 @@ def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
 
 
 def _write(kind: DeviceKind, links: Mapping[str, Link]) -> None:
-    cache.write(CACHED, kind, {name: [link.bytes_per_s, link.latency_s, link.wait_s]
+    cache.write(CACHED, kind, {name: [link.bytes_per_s, link.latency_s, link.wait_s, link.late_s]
                                for name, link in sorted(links.items(), key=lambda item: (len(item[0]), item[0]))})
 
 
 def _read(kind: DeviceKind) -> dict[str, Link]:
     """What the cache has; nothing where it is missing or makes no sense."""
     try:
-        links = {str(name): Link(float(bytes_per_s), float(latency_s), float(wait_s))
-                 for name, (bytes_per_s, latency_s, wait_s) in cache.read(CACHED, kind).items()}
+        links = {str(name): Link(float(bytes_per_s), float(latency_s), float(wait_s), float(late_s))
+                 for name, (bytes_per_s, latency_s, wait_s, late_s) in cache.read(CACHED, kind).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
-    return links if all(0 < link.bytes_per_s < math.inf and 0 <= link.wait_s < math.inf
+    return links if all(0 < link.bytes_per_s < math.inf and 0 <= link.wait_s + link.late_s < math.inf
                         for link in links.values()) else {}

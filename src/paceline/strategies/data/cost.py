@@ -15,6 +15,9 @@ from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
 from paceline.strategies.data.buckets import LARGEST_BUCKET_BYTES, assign
 
 _AT_THE_END = -1  # after the backward of every segment
+# Of the time of an all-reduce: gloo does not cut one number in parts. Two ranks waited 0.5 ms at one number, and 1.1 to
+# 1.4 ms at 16 to 65,536.
+ONE_NUMBER = 0.5
 
 
 def enter(step: Step) -> Hooks:
@@ -54,9 +57,9 @@ def enter(step: Step) -> Hooks:
             for segment in leaving:
                 yield from send(segment, step.profile.segments[segment].repeat if segment >= 0 else 1)
         if shared and gradient_bytes:
-            yield Collective("all_reduce", 4, replicas, stream=COMPUTE)  # all are here
+            yield Collective("all_reduce", 4, replicas, stream=COMPUTE, times=ONE_NUMBER)  # all are here
             yield Compute(moved_bytes=2 * gradient_bytes)  # every rank's part is read, the sum written to every rank
-            yield Collective("all_reduce", 4, replicas, stream=COMPUTE)  # all are done
+            yield Collective("all_reduce", 4, replicas, stream=COMPUTE, times=ONE_NUMBER)  # all are done
         yield Compute(moved_bytes=2 * gradient_bytes if copied else 0,
                       after=("buckets",) if gradient_bytes and not shared else ())
 
