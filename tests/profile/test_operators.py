@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,11 +14,12 @@ from torch import nn
 from paceline import Cluster, Job, cluster
 from paceline.launch import heap
 from paceline.planner.ranks import measured_rates
-from paceline.profile import operators, profile_job
+from paceline.profile import operators, profile_job, session
 from paceline.profile.cache import OLD_S
 from paceline.profile.calls import FAR, Operand, OperatorCall, OperatorCalls
 from paceline.profile.device import IN_A_STEP, DeviceRates
-from paceline.profile.operators import CANT, IN_PLACE, OperatorTimes, TimedCalls, session
+from paceline.profile.operators import IN_PLACE, OperatorTimes
+from paceline.profile.session import TimedCalls
 from paceline.simulate.program import Compute
 from paceline.strategies.costs import compute
 
@@ -67,36 +67,20 @@ def test_calls_between_which_there_is_no_line_are_not_known():
     assert OperatorCalls((PRODUCT,), (PRODUCT,), (2, 4)).times(3).at(3) == ((PRODUCT, 3.0),)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_operators_are_timed_and_one_that_fails_is_left_out(processes: int):
-    small, unknown = session([PRODUCT, UNHEARD_OF], processes, 1).seconds
-
-    assert 0 < small < 0.1 and unknown == CANT
-
-
-def test_an_operator_that_ends_its_process_is_left_out(monkeypatch):
-    """The others are timed all the same."""
-    prepared = operators._prepared
-    monkeypatch.setattr(operators, "_prepared", lambda call, arena: (
-        os._exit(9) if call is UNHEARD_OF else prepared(call, arena)))
-
-    times = session([PRODUCT, UNHEARD_OF, PRODUCT], 1, 1)
-
-    assert [seconds == CANT for seconds in times.seconds] == [False, True, False] and 0 < times.cpu_share <= 1.01
-
-
 class Machine:
     """Times every operator in `seconds` while its cores are free for `cpu_share` of the time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        self.seconds, self.cpu_share, self.timed, self.odd = 0.5, 1.0, [], None
+        self.seconds, self.cpu_share, self.timed, self.beside, self.odd = 0.5, 1.0, [], [], []
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(operators, "session", self._session)
         monkeypatch.setattr(OperatorTimes, "_has_warned", False)
 
-    def _session(self, calls: Sequence[OperatorCall], *_: object, **__: object) -> TimedCalls:
+    def _session(self, calls: Sequence[OperatorCall], *_: object, beside: Sequence[OperatorCall],
+                 **__: object) -> TimedCalls:
         self.timed.append(list(calls))
-        return TimedCalls([10 * self.seconds if call is self.odd else self.seconds for call in calls], self.cpu_share)
+        self.beside.append(list(beside))
+        return TimedCalls([10 * self.seconds if call in self.odd else self.seconds for call in calls], self.cpu_share)
 
     def later(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """So much later that the machine's pace may be another one."""
@@ -155,14 +139,36 @@ def test_a_pace_is_compared_on_a_few_operators_of_the_job(monkeypatch, tmp_path)
     job = [OperatorCall("aten.mm.default", (MATRIX, MATRIX, number)) for number in range(40)]
     OperatorTimes(1).measure([IN_PLACE, *job])
     machine.later(monkeypatch)
-    machine.odd = job[0]
+    machine.odd = job[:1]
     times = OperatorTimes(1)
     times.measure([IN_PLACE])
     times.measure([UNHEARD_OF])
     assert len(machine.timed) == 2
 
     times.measure(job)
-    assert machine.timed[2:] == [job[::5]] and times.seconds(job[0]) == 0.5
+    assert machine.timed[2:] == [job[::2]] and times.seconds(job[0]) == 0.5
+
+
+@pytest.mark.parametrize(("slower", "is_timed_again"), [(4, False), (5, True)])
+def test_a_quarter_of_the_operators_tells_the_pace(monkeypatch, tmp_path, slower, is_timed_again):
+    machine = Machine(monkeypatch, tmp_path)
+    job = [OperatorCall("aten.mm.default", (MATRIX, MATRIX, number)) for number in range(20)]
+    OperatorTimes(1).measure(job)
+    machine.later(monkeypatch)
+    machine.odd = job[:slower]
+    OperatorTimes(1).measure(job)
+
+    assert len(machine.timed) == (3 if is_timed_again else 2)
+
+
+def test_few_operators_take_turns_with_others_of_the_job(monkeypatch, tmp_path):
+    """Alone they would find a core's caches full of their own code."""
+    machine = Machine(monkeypatch, tmp_path)
+    times = OperatorTimes(1)
+    times.measure([PRODUCT])
+    times.measure([PRODUCT, UNHEARD_OF])
+
+    assert machine.timed == [[PRODUCT], [UNHEARD_OF]] and machine.beside == [[], [PRODUCT]]
 
 
 def test_a_busy_machine_says_nothing_of_its_pace(monkeypatch, tmp_path):
@@ -193,7 +199,7 @@ def test_ranks_with_a_memory_limit_are_timed_on_the_heap_that_they_have(monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept: list[bool] = []
     monkeypatch.setattr(heap, "set_up_heap", lambda *, keep: kept.append(keep))
-    monkeypatch.setattr(operators, "in_a_fork", lambda run, **_: run())
+    monkeypatch.setattr(session, "in_a_fork", lambda run, **_: run())
     operators._operator_times.cache_clear()
     free, limited = (measured_rates(Cluster.local("cpu:0", memory=memory), waiting=False, times_operators=True)
                      for memory in (None, "1GiB"))
@@ -234,22 +240,3 @@ def test_timed_operators_count_and_others_are_priced_by_what_they_move():
     event = Compute(operators=3, calls=((PRODUCT, 2.0), (OperatorCall("", num_bytes=2e6), 1.0)))
 
     assert rates.seconds(event, "float32")[0] == pytest.approx(IN_A_STEP * (1.0 + 2.0) + 3 * 0.2)
-
-
-def test_few_calls_are_repeated_until_the_fastest_is_no_accident(monkeypatch):
-    """A slow operator is called twice; where both calls were disturbed, up to five times."""
-    clock = [0.0]
-    monkeypatch.setattr(operators.time, "thread_time", lambda: clock[0])
-    monkeypatch.setattr(operators.time, "perf_counter", lambda: clock[0])
-
-    def timed(*seconds: float) -> tuple[float, int]:
-        left = list(seconds)
-
-        def again() -> None:
-            clock[0] += left.pop(0)
-
-        return operators._seconds(again, 1), len(seconds) - len(left)
-
-    assert timed(1.0, 1.01, 9.0) == (pytest.approx(1.0), 2)
-    assert timed(3.0, 2.0, 1.0, 1.02, 9.0) == (pytest.approx(1.0), 4)
-    assert timed(5.0, 4.0, 3.0, 2.0, 1.0, 0.5) == (pytest.approx(1.0), 5)

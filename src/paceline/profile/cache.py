@@ -16,7 +16,7 @@ from typing import Any
 from paceline.accelerators import identity
 from paceline.cluster import DeviceKind, usable_cores
 
-VERSION = 5
+VERSION = 6
 OLD_S = 3600.0  # after which a CPU may have another pace: power modes, what runs beside a virtual machine
 
 
