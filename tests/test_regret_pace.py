@@ -24,7 +24,8 @@ def test_a_machine_that_is_slower_than_it_was_is_waited_for(monkeypatch: pytest.
 
 
 def test_it_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch):
-    paces, waits = [100.0, *[10.0] * 100], []
+    """Of a machine that becomes slower and slower."""
+    paces, waits = [100.0 * 0.8**number for number in range(100)], []
     monkeypatch.setattr(pace, "in_a_fork", lambda work, timeout_s: paces.pop(0))
     monkeypatch.setattr(pace.time, "sleep", waits.append)
     machine = Pace()
@@ -32,6 +33,18 @@ def test_it_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch):
         machine.wait_until_usual()
 
     assert len(waits) == MOST_WAITS
+
+
+def test_a_pace_that_lasts_is_the_usual_one(monkeypatch: pytest.MonkeyPatch):
+    """The best pace may have lasted for a second."""
+    paces, waits = [100.0, *[10.0] * 100], []
+    monkeypatch.setattr(pace, "in_a_fork", lambda work, timeout_s: paces.pop(0))
+    monkeypatch.setattr(pace.time, "sleep", waits.append)
+    machine = Pace()
+    for _ in range(3):
+        machine.wait_until_usual()
+
+    assert len(waits) == 3
 
 
 @pytest.mark.parametrize("before", [None, "7"])

@@ -8,23 +8,25 @@ import time
 from paceline.cluster import usable_cores
 from paceline.launch.fork import in_a_fork
 
-USUAL = 0.85  # of the best pace so far: quiet minutes differ by a tenth
-PROBE_S, WAIT_S, MOST_WAITS = 0.5, 10.0, 30
+# Of the upper quartile of all paces so far: quiet minutes differ by a tenth. The best pace is no measure: it may last
+# for a second.
+USUAL = 0.85
+PROBE_S, WAIT_S, MOST_WAITS = 1.5, 10.0, 12
 
 
 class Pace:
-    """Waits for minutes in which the machine is as fast as it was at its best."""
+    """Waits for minutes in which the machine is as fast as it mostly was."""
 
     def __init__(self) -> None:
-        self._best = 0.0
+        self._paces: list[float] = []
 
     def is_usual(self) -> bool:
         pace = in_a_fork(_layers_per_s, timeout_s=60.0)
-        self._best = max(self._best, pace)
-        return bool(pace >= USUAL * self._best)
+        self._paces.append(pace)
+        return bool(pace >= USUAL * sorted(self._paces)[3 * len(self._paces) // 4])
 
     def wait_until_usual(self) -> None:
-        """For some minutes at most."""
+        """For two minutes at most."""
         for _ in range(MOST_WAITS):
             if self.is_usual():
                 return
