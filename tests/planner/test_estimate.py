@@ -6,7 +6,10 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from paceline import Job
 from paceline.cluster import Cluster, Device, Link
 from paceline.errors import PlanError
 from paceline.planner.accumulate import fewest_microbatches
@@ -14,6 +17,7 @@ from paceline.planner.estimate import estimate
 from paceline.planner.program import MICROBATCH_S
 from paceline.planner.ranks import split_shares
 from paceline.plans import Plan
+from paceline.profile import profile_job
 from paceline.profile.device import DeviceRates
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.simulate.allocator import CPU_HOLES, CPU_RUNTIME_BYTES
@@ -46,6 +50,27 @@ def test_one_device_by_hand():
     assert prediction.peak_memory_bytes == (100 + 200 + 10 + 8 * 40) * MIB
     assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_s)
     assert sum(prediction.ledger.values()) == prediction.peak_memory_bytes
+
+
+@pytest.mark.parametrize(("text", "collectives"), [("single", 0), ("data=2", 2), ("shard=2", 2)])
+def test_running_statistics_of_replicas_meet_twice(text, collectives):
+    """For 10 ms each, whatever they send."""
+    devices = replace(cluster(10_000, 10_000), link=Link(1e15, 5e-3))
+    with_statistics, without = (estimate(replace(PROFILE, statistics_bytes=num_bytes), Plan.parse(text), devices,
+                                         batch=8, rates=RATES).step_s for num_bytes in (4096, 0))
+
+    assert with_statistics - without == pytest.approx(collectives * 2 * 5e-3, abs=1e-6)
+
+
+def test_statistics_are_those_of_batch_norms():
+    """A mean, a variance and a count of batches; other buffers, and those of a norm that keeps none, don't count."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2),
+                          nn.BatchNorm1d(2, track_running_stats=False))
+    model.register_buffer("positions", torch.zeros(100))
+    job = Job(model=lambda: model, data=[(torch.randn(3, 3, 3), torch.tensor(0))] * 8, loss=nn.functional.cross_entropy,
+              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=4, steps=1)
+
+    assert profile_job(job).statistics_bytes == 2 * 8 * 4 + 8
 
 
 def test_a_cpu_rank_also_holds_libraries_and_holes():
