@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -54,12 +55,13 @@ def test_what_is_scattered_stays_as_it_is(run_ranks: Callable[..., Any]) -> None
         mesh.connect()
         exchanges = Exchanges(mesh.devices("cpu")["tensor"])
         results = []
-        for dim in (0, 1):
-            x = torch.arange(8.0).reshape(2, 4) * (context.rank + 1)
-            before = x.clone()
-            part = exchanges.scatter(Cut(dim))(x)
+        for dim, mode in product((0, 1), (torch.no_grad, torch.inference_mode)):
+            with mode():
+                x = torch.arange(8.0).reshape(2, 4) * (context.rank + 1)
+                before = x.clone()
+                part = exchanges.scatter(Cut(dim))(x)
             total = torch.arange(8.0).reshape(2, 4) * 3
             results += [torch.equal(x, before), torch.equal(part, total.chunk(2, dim)[context.rank])]
         return results
 
-    assert run_ranks(body, 2) == [[True] * 4] * 2
+    assert run_ranks(body, 2) == [[True] * 8] * 2

@@ -253,7 +253,7 @@ class Exchanges:
         """This rank's part of the sum."""
         def scattered(x: torch.Tensor) -> torch.Tensor:
             parts = x.unflatten(cut.dim, (cut.blocks, self.size, -1)).movedim(cut.dim + 1, 0).contiguous()
-            if x.device.type == "cpu" and parts._is_view():  # of x, which keeps its values
+            if x.device.type == "cpu" and _share_memory(parts, x):  # and x keeps its values
                 parts = parts.clone()
             part = x.new_empty(parts.shape[1:])
             self.reduce_scatter(part, parts.flatten(0, 1))
@@ -279,6 +279,11 @@ class Exchanges:
     def once(self, x: torch.Tensor) -> torch.Tensor:
         """Of what is summed one rank has all."""
         return x.clone() if self.rank == 0 else torch.zeros_like(x)
+
+
+def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also of tensors that were made in inference mode, which do not say that they are views."""
+    return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
