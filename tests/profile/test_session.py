@@ -8,7 +8,7 @@ import pytest
 
 from paceline.profile import session
 from paceline.profile.calls import Operand, OperatorCall
-from paceline.profile.session import Timing
+from paceline.profile.session import TURNS, Timing
 
 MATRIX = Operand((64, 64), (64, 1), "float32", 0.0)
 PRODUCT = OperatorCall("aten.mm.default", (MATRIX, MATRIX))
@@ -44,6 +44,17 @@ def test_an_operator_beside_that_ends_its_process_is_let_go(monkeypatch):
 
 def test_what_there_is_no_time_for_is_not_timed():
     assert session.session([PRODUCT], 2, 1, budget_s=-1.0).seconds == [None]
+
+
+def test_operators_take_turns_in_groups_of_alike_length(monkeypatch):
+    """None is timed alone because there is one more than take turns."""
+    lengths: list[int] = []
+    monkeypatch.setattr(session, "in_a_fork", lambda run, **_: run())
+    monkeypatch.setattr(Timing, "seconds", lambda self, turns, threads: (
+        lengths.append(len(turns)) or dict.fromkeys(turns, 1.0)))
+
+    assert session.session([PRODUCT] * (TURNS + 1), 1, 1).seconds == [1.0] * (TURNS + 1)
+    assert lengths == [TURNS // 2 + 1, TURNS // 2]
 
 
 class Clock:
