@@ -26,7 +26,7 @@ class Pace:
         return bool(pace >= USUAL * sorted(self._paces)[3 * len(self._paces) // 4])
 
     def wait_until_usual(self) -> None:
-        """For two minutes at most."""
+        """For some two minutes at most."""
         for _ in range(MOST_WAITS):
             if self.is_usual():
                 return

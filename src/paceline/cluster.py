@@ -39,8 +39,8 @@ class Link:
 
     wait_s: What a collective takes beside its messages, at once after another: ranks and threads that share cores wait
         for each other to get one.
-    late_s: What it takes beyond that where ranks have computed since they met, for as long as that or longer: they
-        come at different times. In proportion where they computed for less.
+    late_s: What it takes beyond that where ranks have computed for some milliseconds since they met, and so come at
+        different times (`LATE_AFTER_S` of `simulate/collectives.py`). In proportion where they computed for less.
     source: Where the figures of a link between GPUs that are here come from, for people.
     """
 

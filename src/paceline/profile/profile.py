@@ -296,7 +296,7 @@ class Profile:
 
     parameters: in the model's own order.
     segments: in the order of the forward pass; backward takes them the other way round.
-    statistics_bytes: of the buffers those that a forward writes, as BatchNorm's running statistics.
+    statistics_bytes: of the buffers BatchNorm's running statistics, which every forward writes.
     batch_bytes: inputs and targets of a micro-batch.
     update: clipping and the optimizer's step on whole parameters.
     update_peak_bytes: what the update holds for a moment, above its state.
