@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
 import pytest
 
 from paceline.errors import PeerLost
+from paceline.launch import nodes
 from paceline.launch.fault_policy import ALL_NEEDED
 from paceline.launch.messages import Message
-from paceline.launch.nodes import Lines, NodeRefused, NodesPool
+from paceline.launch.nodes import STARTED, Lines, NodeRefused, NodesPool
 from paceline.launch.worker_pool import largest, node_of, room
 
 
@@ -96,15 +98,34 @@ def test_the_tasks_of_a_node_that_goes_are_lost_and_its_slots_gone():
 
 @pytest.mark.parametrize(("line", "message"), [
     (json.dumps({"error": "no such file", "hint": "share it"}), "(?s)node1: no such file.*share it"),
-    ("", "node1 gave no devices within 0 s"),
+    ("", "node1 gave no devices within 0 s: nothing started there"),
+    (json.dumps(STARTED), "node1 started and gave no devices within 0 s"),
 ])
-def test_a_node_that_can_not_start_is_named(line: str, message: str):
+def test_a_node_that_can_not_start_is_named(line: str, message: str, monkeypatch: pytest.MonkeyPatch):
     """With what it said, if it said anything."""
+    monkeypatch.setattr(nodes, "LOAD_S", 0.05)
     wire = Wire(1)
     wire.names.append("node1")
     wire.lines += [(1, line)] if line != "" else []
     with pytest.raises(NodeRefused, match=message):
         NodesPool(wire, [{}, {}], timeout_s=0.05)
+
+
+def test_a_node_that_has_started_may_load_for_longer():
+    """Than nodes have to start."""
+    wire = Wire(1)
+    answers, wire.lines = wire.lines, [(0, json.dumps(STARTED))]
+    hear = wire.hear
+
+    def later(timeout_s: float) -> list[tuple[int, str | None]]:
+        heard = hear(timeout_s)
+        if not heard:
+            time.sleep(0.1)
+            return answers
+        return heard
+
+    wire.hear = later  # type: ignore[method-assign]
+    assert NodesPool(wire, [{}], timeout_s=0.05).nodes == [range(1)]
 
 
 def test_a_node_that_is_lost_while_it_starts_is_left_out():

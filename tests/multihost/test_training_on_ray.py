@@ -20,6 +20,7 @@ from paceline.errors import ClusterError, PacelineError, PeerLost, PlanError, Pr
 from paceline.launch import node_ranks
 from paceline.launch.failure import Failure, RankFailed
 from paceline.launch.messages import Message
+from paceline.launch.nodes import STARTED
 from paceline.launch.on_ray import Node, layouts
 from paceline.launch.shared_files import marked
 from paceline.verbs import on_ray
@@ -200,6 +201,7 @@ def node(tmp_path: Path, **changed: Any) -> subprocess.Popen[str]:
         greeting = {"shared": {**asdict(shared), **changed}, "folder": str(tmp_path), "encrypts": False}
         assert started.stdin is not None and started.stdout is not None
         started.stdin.write(json.dumps(greeting) + "\n")
+        assert json.loads(started.stdout.readline()) == STARTED
         started.answer = json.loads(started.stdout.readline())  # type: ignore[attr-defined]
     return started
 

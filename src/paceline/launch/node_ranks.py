@@ -23,7 +23,7 @@ from typing import Any
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import tls
 from paceline.launch.messages import Message
-from paceline.launch.nodes import write_line
+from paceline.launch.nodes import STARTED, write_line
 from paceline.launch.shared_files import SharedFiles
 
 _LINE_BYTES = 2**26  # the longest line
@@ -107,8 +107,10 @@ async def serve() -> None:
     os.dup2(2, 1)
     requests = asyncio.StreamReader(limit=_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
+    line = await requests.readline()
+    write_line(out, json.dumps(STARTED))
     try:
-        greeting = TrainingGreeting.decode(await requests.readline())
+        greeting = TrainingGreeting.decode(line)
         greeting.check()
     except PacelineError as error:
         write_line(out, json.dumps({"error": error.args[0], "hint": error.hint}))

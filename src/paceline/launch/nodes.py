@@ -23,6 +23,8 @@ from paceline.launch.pool import Pool
 from paceline.launch.worker_pool import STOP_S
 
 _LONG_S = 60.0
+STARTED = {"started": True}  # a node's answer to what it is told first, before it loads anything
+LOAD_S = 240.0  # for a node to import torch and load the job, then: from a slow filesystem, or beside other work
 
 
 class NodeTransport(Protocol):
@@ -56,8 +58,9 @@ class NodesPool:
     """The slots of all nodes, numbered node by node.
 
     Args:
-        greetings: What each node is told first; it answers {"devices": [names]} or {"error", "hint"}.
-        timeout_s: For all nodes to answer.
+        greetings: What each node is told first; it answers `STARTED` at once, then {"devices": [names]} or
+            {"error", "hint"}.
+        timeout_s: For all nodes to start.
 
     Raises:
         NodeRefused: a node said why it can't, or did not answer in time; or all are lost. One that is lost is left out.
@@ -153,28 +156,45 @@ class NodesPool:
 def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, expected: str) -> dict[int, dict[str, Any] | None]:
     """What each node answers to what it was told first; None of one that was lost, which is dropped.
 
+    timeout_s: for the nodes' programs to start; each then has `LOAD_S` to answer.
     expected: what nodes are to give.
 
     Raises:
         NodeRefused: a node said why it can't ({"error", "hint"}), or did not answer in time.
     """
     answers: dict[int, dict[str, Any] | None] = {}
-    deadline_s = time.monotonic() + timeout_s
-    while len(answers) < len(wire.names):
-        left_s = deadline_s - time.monotonic()
+    starting = dict.fromkeys(range(len(wire.names)), time.monotonic() + timeout_s)  # until when
+    loading: dict[int, float] = {}
+    while starting or loading:
+        left_s = min([*starting.values(), *loading.values()]) - time.monotonic()
         if left_s <= 0:
-            silent = [name for node, name in enumerate(wire.names) if node not in answers]
-            raise NodeRefused(f"{' and '.join(silent)} gave no {expected} within {timeout_s:.0f} s",
-                              hint="is other work holding the node? a smaller --procs takes less of each")
+            names = " and ".join(wire.names[node] for node in starting or loading)
+            raise _not_started(names, expected, timeout_s) if starting else _not_loaded(names, expected)
         for node, line in wire.hear(left_s):
-            answers[node] = None if line is None else json.loads(line)
-            if line is None:
+            answer = None if line is None else json.loads(line)
+            starting.pop(node, None)
+            if answer == STARTED:
+                loading[node] = time.monotonic() + LOAD_S
+                continue
+            loading.pop(node, None)
+            if answer is None:
                 print(f"node {wire.names[node]} was lost while it started, and is left out", file=sys.stderr,
                       flush=True)
                 wire.drop(node)
-            elif "error" in (answer := json.loads(line)):
+            elif "error" in answer:
                 raise NodeRefused(f"{wire.names[node]}: {answer['error']}", hint=answer.get("hint"))
+            answers[node] = answer
     return answers
+
+
+def _not_started(names: str, expected: str, timeout_s: float) -> NodeRefused:
+    return NodeRefused(f"{names} gave no {expected} within {timeout_s:.0f} s: nothing started there",
+                       hint="is other work holding the node? a smaller --procs takes less of each")
+
+
+def _not_loaded(names: str, expected: str) -> NodeRefused:
+    return NodeRefused(f"{names} started and gave no {expected} within {LOAD_S:.0f} s",
+                       hint="what the job's file does when it is imported takes too long there, or waits for something")
 
 
 class Lines:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
-from paceline.launch.nodes import Lines, serve, write_line
+from paceline.launch.nodes import STARTED, Lines, serve, write_line
 from paceline.launch.pool import Pool
 from paceline.launch.shared_files import SharedFiles
 
@@ -43,6 +43,7 @@ def main() -> None:
     greeted = _first(requests)
     if greeted is None:
         return
+    write_line(out, json.dumps(STARTED))
     try:
         pool = _open(greeted)
     except PacelineError as error:

@@ -19,7 +19,7 @@ from paceline.launch.worker_pool import WorkerPool
 from paceline.plans import Plan
 from paceline.study.node import Greeting
 
-_START_S = 90.0  # for nodes to give CPUs or GPUs, import torch and load the job
+_START_S = 90.0  # for nodes to give CPUs or GPUs, and start Paceline
 
 
 @dataclass(frozen=True)
