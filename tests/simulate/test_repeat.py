@@ -4,9 +4,10 @@ import pytest
 
 from paceline.cluster import Link, Network
 from paceline.profile.device import DeviceRates
-from paceline.simulate.collectives import collective_s
+from paceline.simulate.collectives import LATE_AFTER_S, collective_s
 from paceline.simulate.play import ROUNDS, play
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Repeat
+from paceline.simulate.program import NETWORK as BESIDE
 
 RATES = DeviceRates(flops_per_s=10, bf16_flops_per_s=20, memory_bytes_per_s=5, function_bytes_per_s=2, operator_s=0.1)
 NETWORK = Network(Link(100, 0.01), Link(10, 0.5), devices_per_node=4)
@@ -67,3 +68,13 @@ def test_servers_are_as_fast_as_the_link_that_carries_most(servers, colocated, s
     event = Collective("push", 10, 8, servers=servers, is_colocated=colocated)
 
     assert collective_s(event, Link(10, 0.0)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("stream", "computed_s", "waited_s"), [
+    (COMPUTE, 0.0, 0.5), (COMPUTE, LATE_AFTER_S / 2, 0.5 + 0.1), (COMPUTE, 1.0, 0.5 + 0.2), (BESIDE, 1.0, 0.0)])
+def test_workers_wait_for_weights_as_ranks_for_each_other(stream: str, computed_s: float, waited_s: float):
+    """The last of them sends its gradients first; beside computing nobody waits."""
+    link = Link(10, 0.0, wait_s=0.5, late_s=0.2)
+    event = Collective("pull", 10, 2, servers=1, stream=stream)
+
+    assert collective_s(event, link, computed_s) == pytest.approx(collective_s(event, Link(10, 0.0)) + waited_s)

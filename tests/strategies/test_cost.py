@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.errors import PlanError
 from paceline.planner.program import moments, step_program
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
@@ -11,6 +12,7 @@ from paceline.simulate.allocator import HOLES_ADDED
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
 from paceline.strategies.recompute.cost import RECOMPUTED_S
 from paceline.strategies.registry import BUILT_IN
+from paceline.strategies.server.cost import MESSAGE_S
 
 UNIT, ROOT = 100, 40
 
@@ -317,3 +319,21 @@ def test_python_around_a_unit_that_is_recomputed_takes_time_on_a_cpu(text: str, 
     without = [event.fixed_s for event in program("single", kind=kind) if isinstance(event, Compute) and event.fixed_s]
 
     assert sum(waits) - sum(without) == pytest.approx(count * RECOMPUTED_S)
+
+
+@pytest.mark.parametrize(("text", "kind", "messages"), [
+    ("server=2 workers=2 colocate=yes", "cpu", 8), ("server=1 workers=2 colocate=yes", "cpu", 4),
+    ("server=1 workers=2", "cpu", 2), ("server=2 workers=2 colocate=yes", "cuda", 0)])
+def test_messages_of_servers_take_time_of_the_cores_that_compute(text: str, kind: str, messages: int):
+    """Each server has one chunk. A worker sends it to each server and takes it back, and so does a server in its
+    process with each worker; where workers have GPUs, cores have nothing else to do."""
+    waits = [event.fixed_s for event in program(text, kind=kind) if isinstance(event, Compute) and event.fixed_s]
+    without = [event.fixed_s for event in program("single", kind=kind) if isinstance(event, Compute) and event.fixed_s]
+
+    assert sum(waits) - sum(without) == pytest.approx(messages * MESSAGE_S)
+
+
+def test_a_model_with_running_statistics_can_not_be_served():
+    """Servers keep trained parameters alone."""
+    with pytest.raises(PlanError, match=r"(?s)running statistics.*a data=N plan"):
+        list(step_program(replace(PROFILE, statistics_bytes=8), Plan.parse("server=1 workers=2"), "cpu", (1.0,)))

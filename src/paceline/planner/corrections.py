@@ -27,6 +27,10 @@ from paceline.strategies.registry import active
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was calibrated, of
 # one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/formulas.md.
 SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.5}
+# The standard deviation of the logarithm of a step that was calibrated with which those were fitted, a second run's in
+# it; and how many trials that counts for, beside those of the plans that were tried again.
+NOISE = SPREAD["itself"] / 1.28 / math.sqrt(2)
+NOISE_TRIALS = 4
 FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a calibration of its own
 UNEXPLAINED = "unexplained"  # of a breakdown: what was measured above all parts together
 # How far a part's factor is from 1; how far its factor in plans of one rank, of several and with compiled code is from
@@ -56,6 +60,7 @@ class Corrections:
 
     def __init__(self) -> None:
         self._calibrations: dict[Plan, Calibration] = {}
+        self._trials: dict[Plan, list[Calibration]] = {}
         self._predicted: dict[Plan, Estimate] = {}
         self._plans_by_likeness: dict[tuple[object, ...], list[Plan]] = {}
         self._changes: Mapping[Cause, float] = {}
@@ -64,12 +69,35 @@ class Corrections:
         return plan in self._calibrations
 
     def add(self, plan: Plan, predicted: Estimate, calibration: Calibration) -> None:
-        """predicted: without any correction."""
+        """Of several trials of a plan the median step counts. predicted: without any correction."""
         for likeness in _likenesses(plan) if plan not in self else ():
             self._plans_by_likeness.setdefault(likeness, []).append(plan)
-        self._calibrations[plan], self._predicted[plan] = calibration, predicted
+        trials = self._trials.setdefault(plan, [])
+        trials.append(calibration)
+        self._calibrations[plan] = replace(
+            calibration, step_s=statistics.median(trial.step_s for trial in trials),
+            peak_memory_bytes=max(trial.peak_memory_bytes for trial in trials))
+        self._predicted[plan] = predicted
         self._changes = cause_changes([(causes_s(calibrated, self._predicted[calibrated].breakdown), each.step_s)
                                        for calibrated, each in self._calibrations.items()])
+
+    def num_trials(self, plan: Plan) -> int:
+        return len(self._trials.get(plan, ()))
+
+    @property
+    def noise(self) -> float:
+        """The standard deviation of the logarithm of a step, between trials of a plan."""
+        squares, degrees = NOISE_TRIALS * NOISE**2, NOISE_TRIALS
+        for trials in self._trials.values():
+            logs = [math.log(trial.step_s) for trial in trials]
+            squares += sum((log - statistics.fmean(logs)) ** 2 for log in logs)
+            degrees += len(logs) - 1
+        return math.sqrt(squares / degrees)
+
+    def _spread(self, plan: Plan) -> float:
+        """Half the width of the interval around a plan's step, on a machine as uneven as trials show it to be."""
+        fitted = SPREAD["itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"]
+        return math.hypot(fitted, 1.28 * math.sqrt(2 * max(0.0, self.noise**2 - NOISE**2)))
 
     def knows_kind_of(self, plan: Plan) -> bool:
         """Whether a plan was calibrated that runs the same code on as many ranks."""
@@ -83,7 +111,7 @@ class Corrections:
 
     def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
         """The estimate with what is known of plans like it, and how sure that is."""
-        spread = SPREAD["itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"]
+        spread = self._spread(plan)
         explained_s = self._explained_s(plan, predicted)
         error = self._error_of(plan, predicted) if plan in self else self._of_the_nearest(plan)
         step_s = self._step_s(plan) if plan in self else explained_s * error.factor

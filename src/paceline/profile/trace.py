@@ -696,8 +696,10 @@ def _buffer_bytes(model: nn.Module) -> int:
 
 
 def _statistics_bytes(model: nn.Module) -> int:
-    """Of BatchNorm's running statistics: other buffers that a forward writes are rare, and not looked for."""
-    return sum(_own_bytes(module) for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
+    """Of BatchNorm's running statistics, but of layers that the model's own `train` leaves frozen: other buffers that a
+    forward writes are rare, and not looked for."""
+    return sum(_own_bytes(module) for module in model.modules()
+               if isinstance(module, nn.modules.batchnorm._NormBase) and module.training)
 
 
 def _own_bytes(module: nn.Module) -> int:

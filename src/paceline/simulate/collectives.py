@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from paceline.cluster import Link, Network
-from paceline.simulate.program import Collective
+from paceline.simulate.program import COMPUTE, Collective
 
 # Of computing since ranks met, after which the time that they wait for each other grows no further: with two ranks on
 # two cores it was 0.9 ms after 0.5 ms of products, 1.1 after 2 ms, 2.1 after 6 ms, and 2.1 to 2.5 after 12 to 18 ms.
@@ -31,7 +31,7 @@ def collective_s(event: Collective, network: Network | Link, computed_s: float =
     if isinstance(network, Link):
         network = Network(network)
     if event.servers:
-        return _with_servers_s(event, network)
+        return _with_servers_s(event, network, computed_s)
     if event.group <= 1:
         return 0.0
     steps = RING_STEPS[event.kind](event.group)
@@ -53,12 +53,13 @@ def collective_s(event: Collective, network: Network | Link, computed_s: float =
     return event.times * (latency_s + steps * event.num_bytes / event.group / bytes_per_s)
 
 
-def _with_servers_s(event: Collective, network: Network) -> float:
+def _with_servers_s(event: Collective, network: Network, computed_s: float) -> float:
     """All workers send all servers their part, or take it from them, at the same time.
 
     A worker's link carries the whole tensor, a server's the parts of all workers (incast), and the slower of the two
     sets the pace. In one process a part needs no link. Nodes talk as one: what their devices send is added up before
-    it leaves them. No process reads and writes faster than it can.
+    it leaves them. No process reads and writes faster than it can. Where computing stops for weights, they come once
+    the last worker has sent its gradients: workers wait as ranks of a collective do.
     Source: Jiang et al. 2020 (BytePS), section 2; the queue at a server is work that waits in turn.
     """
     together = min(event.group, network.devices_per_node) if network.across is not None else 1
@@ -74,7 +75,8 @@ def _with_servers_s(event: Collective, network: Network) -> float:
     server_load = workers * away / servers
     worker_load = 1 - 1 / servers if event.is_colocated else 1.0
     on_links_s = event.num_bytes * max(server_load, worker_load) / link.bytes_per_s
-    return event.times * max(link.latency_s + on_links_s, _by_processes_s(event, network))
+    wait_s = link.wait_s + min(1.0, computed_s / LATE_AFTER_S) * link.late_s if event.stream == COMPUTE else 0.0
+    return event.times * (wait_s + max(link.latency_s + on_links_s, _by_processes_s(event, network)))
 
 
 def _by_processes_s(event: Collective, network: Network) -> float:

@@ -33,6 +33,7 @@ from paceline.verbs.turns import (
 )
 
 FEWEST_STEPS, MOST_STEPS = 12, 300
+MOST_TRIALS = 3  # of a plan, while there is time
 TURN_S = 1.0  # of steps in one calibration, as far as the prediction is right
 # The same of a plan that starts late, whose steps are taken with and without what makes it late, in turns.
 FEWEST_IN_TURNS, IN_TURNS_S, MOST_IN_TURNS_S = 30, 10.0, 60.0
@@ -46,7 +47,8 @@ def calibrate_best(plans: RankedPlans, run: Callable[[Plan, float], Calibration]
                    worth: float = math.inf) -> RankedPlans:
     """Calibrate the plan that looks best, correct all others by it, and again, until the best one was itself
     calibrated; then one plan of each other kind, those first that look fast; then those of a kind that have many more
-    or fewer micro-batches.
+    or fewer micro-batches. While there is time left, those that were calibrated are tried again, rivals of the best
+    first: on an uneven machine one trial may say little, and how far trials differ widens all intervals.
 
     run: takes a plan and its predicted step. A plan that fails is refused with its error.
     worth: plans that look as if they took more than so many times the best one's step are not tried.
@@ -57,11 +59,13 @@ def calibrate_best(plans: RankedPlans, run: Callable[[Plan, float], Calibration]
     corrections, began_s = Corrections(), time.monotonic()
     predicted = {candidate.plan: candidate for candidate in (*plans.ranked, *plans.too_large)}
     while time.monotonic() - began_s < budget_s:
-        candidate = _next(plans, corrections, worth)
+        candidate = _next(plans, corrections, worth) or _again(plans, corrections, worth)
         if candidate is None:
             break
         try:
-            corrections.add(candidate.plan, predicted[candidate.plan].estimate, _calibrated(candidate, run))
+            calibration = (run(candidate.plan, candidate.estimate.step_s) if candidate.plan in corrections else
+                           _calibrated(candidate, run))
+            corrections.add(candidate.plan, predicted[candidate.plan].estimate, calibration)
         except PacelineError as error:
             if isinstance(error, RankFailed) and error.failure.is_stop:
                 raise
@@ -92,6 +96,21 @@ def _next(plans: RankedPlans, corrections: Corrections, worth: float) -> Candida
               if candidate.estimate.step_s <= worth * known_s and not candidate.estimate.start_s]
     return next((candidate for candidate in worthy if not corrections.knows_kind_of(candidate.plan)),
                 next((candidate for candidate in worthy if corrections.is_far(candidate.plan)), None))
+
+
+def _again(plans: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
+    """Of the plans that were tried less often than others: those first that may be as fast as the fastest, then the
+    fastest."""
+    tried = [candidate for candidate in plans.ranked
+             if candidate.plan in corrections and not candidate.estimate.start_s
+             and corrections.num_trials(candidate.plan) < MOST_TRIALS]
+    fastest = min((candidate.estimate for candidate in plans.ranked if candidate.plan in corrections),
+                  key=lambda estimate: estimate.step_s, default=None)
+    if fastest is None:
+        return None
+    return min((candidate for candidate in tried if candidate.estimate.step_s <= worth * fastest.step_s), default=None,
+               key=lambda candidate: (candidate.estimate.low_s > fastest.high_s, corrections.num_trials(candidate.plan),
+                                      candidate.estimate.step_s))
 
 
 def _corrected(plans: RankedPlans, predicted: dict[Plan, Candidate], corrections: Corrections) -> RankedPlans:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import PlanError
-from paceline.strategies.server.shards import ServedParameter, assign, fingerprint
+from paceline.strategies.server.shards import ServedParameter, assign, fingerprint, mean_chunks
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 models = st.lists(st.tuples(shapes, st.sampled_from([("float32", 4), ("float64", 8)])), min_size=1, max_size=12)
@@ -93,3 +94,15 @@ def test_a_fingerprint_tells_layouts_apart():
     prints = {fingerprint(assign(model, n, chunk_bytes=b)) for n in (1, 2) for b in (100, 1000)}
 
     assert len(prints) == 4 and all(len(digest) == 32 for digest in prints)
+
+
+@given(st.lists(st.integers(1, 2**20), min_size=4, max_size=60), st.integers(1, 4))
+def test_the_number_of_chunks_by_sizes_is_about_that_of_shards(numels: list[int], num_servers: int):
+    """Within a factor of 1.5 and two."""
+    model = [ServedParameter(f"p{number}", (numel,), "float32", 4) for number, numel in enumerate(numels)]
+
+    shards = assign(model, num_servers)
+
+    about = mean_chunks([(parameter.num_bytes, 1) for parameter in model], num_servers)
+    mean = statistics.fmean(len(shard.chunks) for shard in shards)
+    assert mean / 1.5 - 2 <= about <= 1.5 * mean + 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from paceline.errors import PlanError
@@ -156,7 +156,7 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, compress:
     """
     fair_bytes = sum(parameter.num_bytes for parameter in parameters) / num_servers
     if chunk_bytes is None:
-        chunk_bytes = int(min(max(_LEAST_BYTES, fair_bytes / CHUNKS), _MOST_BYTES))
+        chunk_bytes = _most_chunk_bytes(fair_bytes)
     pieces: list[list[tuple[int, RowSlice]]] = [[] for _ in range(num_servers)]
     loads = [0] * num_servers
     whole: list[int] = []
@@ -193,6 +193,32 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, compress:
     return tuple(Shard(slices, _chunks(slices, compress, chunk_bytes), tuple(
         RowSlice(table.name, table.shape, table.dtype, table.item_bytes, table.shape[0] * k // num_servers,
                  table.shape[0] * (k + 1) // num_servers) for table in tables)) for k, slices in enumerate(ordered))
+
+
+def _most_chunk_bytes(fair_bytes: float) -> int:
+    """fair_bytes: what each server holds."""
+    return int(min(max(_LEAST_BYTES, fair_bytes / CHUNKS), _MOST_BYTES))
+
+
+def mean_chunks(parameters: Iterable[tuple[float, int]], num_servers: int) -> float:
+    """About how many chunks a server holds, by the parameters' sizes alone.
+
+    parameters: bytes of one, and how many are alike.
+
+    >>> round(mean_chunks([(256 * 2**10, 8), (1024, 8)], 2), 1)
+    8.1
+    """
+    parameters = list(parameters)
+    fair_bytes = sum(num_bytes * count for num_bytes, count in parameters) / num_servers
+    most_bytes, whole_chunks, small_bytes = _most_chunk_bytes(fair_bytes), 0.0, 0.0
+    for num_bytes, count in parameters:
+        is_cut = num_bytes > _SMALL * fair_bytes
+        piece_bytes, pieces = (num_bytes / num_servers, count) if is_cut else (num_bytes, count / num_servers)
+        if piece_bytes >= _CLOSED_BYTES:
+            whole_chunks += pieces * math.ceil(piece_bytes / most_bytes)
+        else:
+            small_bytes += pieces * piece_bytes
+    return max(1.0, whole_chunks + small_bytes / _CLOSED_BYTES)
 
 
 def wire_format(dtype: str, item_bytes: int, compress: str) -> tuple[str, int]:
