@@ -46,9 +46,9 @@ TIMEOUT_S = 300.0  # without a sign of life, as while a block is compiled
 def calibrate_best(plans: RankedPlans, run: Callable[[Plan, float], Calibration], *, budget_s: float,
                    worth: float = math.inf) -> RankedPlans:
     """Calibrate the plan that looks best, correct all others by it, and again, until the best one was itself
-    calibrated; then one plan of each other kind, those first that look fast; then those of a kind that have many more
-    or fewer micro-batches. While there is time left, those that were calibrated are tried again, rivals of the best
-    first: on an uneven machine one trial may say little, and how far trials differ widens all intervals.
+    calibrated. Then come plans of other kinds that may be as fast, and the best ones again: on an uneven machine one
+    trial may say little, and how far trials differ widens all intervals. Last come plans of kinds that look slower, and
+    those of a kind that have many more or fewer micro-batches.
 
     run: takes a plan and its predicted step. A plan that fails is refused with its error.
     worth: plans that look as if they took more than so many times the best one's step are not tried.
@@ -59,7 +59,7 @@ def calibrate_best(plans: RankedPlans, run: Callable[[Plan, float], Calibration]
     corrections, began_s = Corrections(), time.monotonic()
     predicted = {candidate.plan: candidate for candidate in (*plans.ranked, *plans.too_large)}
     while time.monotonic() - began_s < budget_s:
-        candidate = _next(plans, corrections, worth) or _again(plans, corrections, worth)
+        candidate = _next(plans, corrections, worth)
         if candidate is None:
             break
         try:
@@ -86,31 +86,32 @@ def _calibrated(candidate: Candidate, run: Callable[[Plan, float], Calibration])
 
 
 def _next(plans: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
-    """The fastest exact plan, until it was calibrated; then the fastest of each other kind, exact ones first; then
-    those far from any that was. A plan that starts late, as its code is compiled, is tried for itself alone."""
+    """The fastest exact plan, until it was calibrated. Then, of the exact plans that may be as fast as it, one of each
+    other kind, and again those that were calibrated. Then of all plans one of each other kind, exact ones first, those
+    far from any that was, and again. A plan that starts late, as its code is compiled, is tried for itself alone."""
     exact = [candidate for candidate in plans.ranked if candidate.plan.relaxed is None]
-    known_s = min((candidate.estimate.step_s for candidate in exact if candidate.plan in corrections), default=math.inf)
-    if exact and exact[0].plan not in corrections and exact[0].estimate.step_s < known_s:
+    known = min((candidate.estimate for candidate in exact if candidate.plan in corrections), default=None,
+                key=lambda estimate: estimate.step_s)
+    if exact and exact[0].plan not in corrections and (known is None or exact[0].estimate.step_s < known.step_s):
         return exact[0]
-    worthy = [candidate for candidate in (*exact, *plans.ranked)
-              if candidate.estimate.step_s <= worth * known_s and not candidate.estimate.start_s]
-    return next((candidate for candidate in worthy if not corrections.knows_kind_of(candidate.plan)),
-                next((candidate for candidate in worthy if corrections.is_far(candidate.plan)), None))
+    worthy = [candidate for candidate in (*exact, *plans.ranked) if not candidate.estimate.start_s and (
+        known is None or candidate.estimate.step_s <= worth * known.step_s)]
+    rivals = [candidate for candidate in worthy if candidate.plan.relaxed is None and (
+        known is None or candidate.estimate.low_s <= known.high_s)]
+    return (_of_another_kind(rivals, corrections) or _again(rivals, corrections)
+            or _of_another_kind(worthy, corrections)
+            or next((candidate for candidate in worthy if corrections.is_far(candidate.plan)), None)
+            or _again(worthy, corrections))
 
 
-def _again(plans: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
-    """Of the plans that were tried less often than others: those first that may be as fast as the fastest, then the
-    fastest."""
-    tried = [candidate for candidate in plans.ranked
-             if candidate.plan in corrections and not candidate.estimate.start_s
-             and corrections.num_trials(candidate.plan) < MOST_TRIALS]
-    fastest = min((candidate.estimate for candidate in plans.ranked if candidate.plan in corrections),
-                  key=lambda estimate: estimate.step_s, default=None)
-    if fastest is None:
-        return None
-    return min((candidate for candidate in tried if candidate.estimate.step_s <= worth * fastest.step_s), default=None,
-               key=lambda candidate: (candidate.estimate.low_s > fastest.high_s, corrections.num_trials(candidate.plan),
-                                      candidate.estimate.step_s))
+def _of_another_kind(candidates: Sequence[Candidate], corrections: Corrections) -> Candidate | None:
+    return next((candidate for candidate in candidates if not corrections.knows_kind_of(candidate.plan)), None)
+
+
+def _again(candidates: Sequence[Candidate], corrections: Corrections) -> Candidate | None:
+    """The one that was tried less often than others."""
+    return min((candidate for candidate in candidates if 0 < corrections.num_trials(candidate.plan) < MOST_TRIALS),
+               default=None, key=lambda candidate: corrections.num_trials(candidate.plan))
 
 
 def _corrected(plans: RankedPlans, predicted: dict[Plan, Candidate], corrections: Corrections) -> RankedPlans:
