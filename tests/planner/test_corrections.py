@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,14 @@ from paceline.planner.ranks import MemoryNeed
 from paceline.plans import Plan
 
 DEVICE = Device("cpu", 0, 1000)
+SPREAD = 4.0  # of prices that are next to nothing known
 
 
 def predicted(step_s: float = 2.0, peak_bytes: int = 100) -> Estimate:
     ledger = {"parameters": peak_bytes}
     return Estimate(step_s, peak_bytes, ledger, {"compute": step_s, "communication": 0.0},
-                    needs=(MemoryNeed("each rank", DEVICE, ledger),), low_s=step_s / 2, high_s=2 * step_s)
+                    needs=(MemoryNeed("each rank", DEVICE, ledger),), low_s=step_s / math.exp(SPREAD),
+                    high_s=step_s * math.exp(SPREAD))
 
 
 def corrected(corrections: Corrections, text: str, estimate: Estimate | None = None) -> Estimate:
@@ -105,6 +108,17 @@ def test_what_a_part_takes_longer_it_takes_longer_in_all_plans():
 
     assert estimate.step_s == pytest.approx(5.0, rel=0.08)
     assert estimate.breakdown["communication"] == pytest.approx(3.0, rel=0.15)
+
+
+def test_prices_that_are_sure_change_little():
+    """A plan that takes twice as long as predicted, on an uneven machine, says little of plans of other kinds."""
+    sure = replace(predicted(), low_s=2.0 / math.exp(0.25), high_s=2.0 * math.exp(0.25))
+    known = Corrections()
+    known.add(Plan.parse("data=2"), sure, Calibration(4.0, 100))
+
+    assert corrected(known, "data=2", sure).step_s == 4.0
+    assert corrected(known, "data=2 accumulate=2", sure).step_s == pytest.approx(4.0)
+    assert all(2.0 < corrected(known, plan, sure).step_s < 2.6 for plan in ("single", "tensor=2", "data=4"))
 
 
 def test_a_bubble_is_as_wrong_as_the_computing_that_it_waits_for():

@@ -26,16 +26,17 @@ from paceline.strategies.registry import active
 
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was calibrated, of
 # one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/formulas.md.
-SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.5}
+SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.25}
 # The standard deviation of the logarithm of a step that was calibrated with which those were fitted, a second run's in
 # it; and how many trials that counts for, beside those of the plans that were tried again.
 NOISE = SPREAD["itself"] / 1.28 / math.sqrt(2)
 NOISE_TRIALS = 4
 FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a calibration of its own
 UNEXPLAINED = "unexplained"  # of a breakdown: what was measured above all parts together
-# How far a part's factor is from 1; how far its factor in plans of one rank, of several and with compiled code is from
-# it; and how far a step is from its parts' sum, all as parts: which is the likelier. Assumed.
-FACTOR_SPREAD, RANKS_SPREAD, COMPILED_SPREAD, STEP_SPREAD = 1.0, 0.2, 0.5, 0.1
+# How far a part's factor is from 1, and how far its factor in plans of one rank and of several is from it, both as parts
+# of the half width of the prices' intervals; how far it is in compiled code, and how far a step is from its parts' sum.
+# Fitted on `benchmarks.regret`, each plan corrected by the others; that of compiled code is assumed.
+FACTOR_SPREAD, RANKS_SPREAD, COMPILED_SPREAD, STEP_SPREAD = 0.25, 0.05, 0.5, 0.1
 LEAST_FACTOR = 0.2
 MEASURED = "unaccounted"  # of a ledger: what was measured above everything that is accounted for
 
@@ -78,8 +79,10 @@ class Corrections:
             calibration, step_s=statistics.median(trial.step_s for trial in trials),
             peak_memory_bytes=max(trial.peak_memory_bytes for trial in trials))
         self._predicted[plan] = predicted
-        self._changes = cause_changes([(causes_s(calibrated, self._predicted[calibrated].breakdown), each.step_s)
-                                       for calibrated, each in self._calibrations.items()])
+        self._changes = cause_changes(
+            [(causes_s(calibrated, self._predicted[calibrated].breakdown), each.step_s)
+             for calibrated, each in self._calibrations.items()],
+            prices_spread=statistics.fmean(map(_spread_of, self._predicted.values())))
 
     def num_trials(self, plan: Plan) -> int:
         return len(self._trials.get(plan, ()))
@@ -165,7 +168,9 @@ class Corrections:
                 if nearness == 0:
                     return _between(errors, plan)
                 factor = statistics.geometric_mean(error.factor for error in errors.values())
-                return _Error(factor, round(statistics.median(error.num_bytes for error in errors.values()))
+                # The surer prices are, the less one plan's error says of another kind.
+                part = min(1.0, FACTOR_SPREAD * _spread_of(self._predicted[next(iter(errors))]))
+                return _Error(factor**part, round(statistics.median(error.num_bytes for error in errors.values()))
                               if nearness < 3 else 0)
         return _Error(1.0, 0)
 
@@ -185,8 +190,9 @@ class Cause(NamedTuple):
     among: Literal["all", "alone", "beside others", "compiled"] = "all"
 
 
-_CAUSE_SPREADS = {"all": FACTOR_SPREAD, "alone": RANKS_SPREAD, "beside others": RANKS_SPREAD,
-                  "compiled": COMPILED_SPREAD}
+def _spread_of(predicted: Estimate) -> float:
+    """Half the width of its interval."""
+    return math.log(predicted.high_s / predicted.low_s) / 2
 
 
 def causes_s(plan: Plan, breakdown: Mapping[str, float]) -> dict[Cause, float]:
@@ -206,19 +212,25 @@ def _causes(plan: Plan, part: str) -> Iterator[Cause]:
         yield Cause(part, "compiled")
 
 
-def cause_changes(steps: Sequence[tuple[Mapping[Cause, float], float]]) -> dict[Cause, float]:
+def cause_changes(steps: Sequence[tuple[Mapping[Cause, float], float]], *,
+                  prices_spread: float) -> dict[Cause, float]:
     """By how much of itself each cause makes predicted seconds longer, so that steps come nearest to what was measured.
 
     Least squares of what is left, as a part of each step; changes stay near 0 where nothing speaks against it.
 
     steps: (predicted seconds that each cause would change, measured seconds).
+    prices_spread: half the width of the prices' intervals; the surer prices are, the less steps change them.
 
     >>> compute, messages = Cause("compute"), Cause("communication")
-    >>> changes = cause_changes([({compute: 2.0}, 3.0), ({compute: 1.0, messages: 1.0}, 2.5)])
-    >>> round(changes[compute], 2), round(changes[messages], 2)
-    (0.49, 0.01)
+    >>> steps = [({compute: 2.0}, 3.0), ({compute: 1.0, messages: 1.0}, 2.5)]
+    >>> [[round(changes[cause], 2) for cause in (compute, messages)]
+    ...  for changes in (cause_changes(steps, prices_spread=spread) for spread in (4.0, 0.4))]
+    [[0.49, 0.01], [0.18, 0.04]]
     """
     import numpy as np
+
+    spreads = {"all": FACTOR_SPREAD * prices_spread, "compiled": COMPILED_SPREAD,
+               "alone": RANKS_SPREAD * prices_spread, "beside others": RANKS_SPREAD * prices_spread}
 
     causes = sorted({cause for seconds_by_cause, _ in steps for cause in seconds_by_cause})
     whole = np.array([sum(seconds for cause, seconds in seconds_by_cause.items() if cause.among == "all")
@@ -226,7 +238,7 @@ def cause_changes(steps: Sequence[tuple[Mapping[Cause, float], float]]) -> dict[
     measured = np.array([step_s for _, step_s in steps])
     rows = np.array([[seconds_by_cause.get(cause, 0.0) for cause in causes] for seconds_by_cause, _ in steps]
                     ) / measured[:, None]
-    weights = np.diag([(STEP_SPREAD / _CAUSE_SPREADS[cause.among]) ** 2 for cause in causes])
+    weights = np.diag([(STEP_SPREAD / spreads[cause.among]) ** 2 for cause in causes])
     changes = np.linalg.solve(rows.T @ rows + weights, rows.T @ (1 - whole / measured))
     return {cause: float(change) for cause, change in zip(causes, changes, strict=True)}
 

@@ -36,7 +36,7 @@ from paceline.strategies.stages.cost import RankCost
 # logarithm. Fitted on `benchmarks.regret`; see docs/formulas.md.
 RATES_SPREAD = 1.05
 # The same where the job's own operators were timed one by one.
-TIMED_SPREAD = 0.4
+TIMED_SPREAD = 0.25
 # The same on GPUs of this machine: five of six steps on an H200 lie within it; see docs/formulas.md.
 GPU_SPREAD = 0.35
 
