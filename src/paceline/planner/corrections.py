@@ -33,9 +33,9 @@ NOISE = SPREAD["itself"] / 1.28 / math.sqrt(2)
 NOISE_TRIALS = 4
 FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a calibration of its own
 UNEXPLAINED = "unexplained"  # of a breakdown: what was measured above all parts together
-# How far a part's factor is from 1, and how far its factor in plans of one rank and of several is from it, both as parts
-# of the half width of the prices' intervals; how far it is in compiled code, and how far a step is from its parts' sum.
-# Fitted on `benchmarks.regret`, each plan corrected by the others; that of compiled code is assumed.
+# How far a part's factor is from 1, and how far its factor in plans of one rank and of several is from it, as parts of
+# the half width of the prices' intervals; how far it is in compiled code; how far a step is from its parts' sum. Fitted
+# on `benchmarks.regret`, each plan corrected by the others of its job; that of compiled code is assumed.
 FACTOR_SPREAD, RANKS_SPREAD, COMPILED_SPREAD, STEP_SPREAD = 0.25, 0.05, 0.5, 0.1
 LEAST_FACTOR = 0.2
 MEASURED = "unaccounted"  # of a ledger: what was measured above everything that is accounted for
