@@ -10,7 +10,7 @@ from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.simulate.allocator import HOLES_ADDED
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
-from paceline.strategies.recompute.cost import RECOMPUTED_S
+from paceline.strategies.recompute.cost import RECOMPUTED_OPERATOR_S, RECOMPUTED_S
 from paceline.strategies.registry import BUILT_IN
 from paceline.strategies.server.cost import MESSAGE_S
 
@@ -19,7 +19,7 @@ UNIT, ROOT = 100, 40
 
 def segment(unit: str, *gradients: str, flops: float = 10.0) -> Segment:
     return Segment(
-        unit, Work(flops=Affine(0, flops)), Work(flops=Affine(0, 2 * flops)), kept_bytes=Affine(0, 30),
+        unit, Work(flops=Affine(0, flops), operators=4), Work(flops=Affine(0, 2 * flops)), kept_bytes=Affine(0, 30),
         output_bytes=Affine(0, 10), forward_peak_bytes=Affine(0, 35), backward_peak_bytes=Affine(0, 5),
         gradients=gradients)
 
@@ -314,11 +314,11 @@ def test_gradients_that_are_added_leave_holes_in_a_heap_that_is_kept():
     ("single recompute=full", "cpu", 2), ("single recompute=full", "cuda", 0), ("single recompute=selective", "cpu", 0),
     ("single", "cpu", 0)])
 def test_python_around_a_unit_that_is_recomputed_takes_time_on_a_cpu(text: str, kind: str, count: int):
-    """Of two units; the root is none."""
+    """Of two units with four operators each; the root is none."""
     waits = [event.fixed_s for event in program(text, kind=kind) if isinstance(event, Compute) and event.fixed_s]
     without = [event.fixed_s for event in program("single", kind=kind) if isinstance(event, Compute) and event.fixed_s]
 
-    assert sum(waits) - sum(without) == pytest.approx(count * RECOMPUTED_S)
+    assert sum(waits) - sum(without) == pytest.approx(count * (RECOMPUTED_S + 4 * RECOMPUTED_OPERATOR_S))
 
 
 @pytest.mark.parametrize(("text", "kind", "messages"), [

@@ -38,8 +38,8 @@ LARGER_BELOW_S = 0.005  # of products after which larger ones, of 64 times the a
 THREAD_EFFICIENCY = 0.9
 # Of operators in a step by the same ones in turns, and seconds a step beside operators: a batch is put together,
 # gradients are let go of, figures are read. The first was fitted on `single` of eight jobs of 4 to 160 ms a step, the
-# second on nine of 13 to 330 ms; other plans and jobs were left out.
-IN_A_STEP, BESIDE_OPERATORS_S = 1.06, 2e-3
+# second on six nets of 1 to 8 ms; see docs/formulas.md.
+IN_A_STEP, BESIDE_OPERATORS_S = 1.06, 1.2e-3
 # From which on a block of a CPU rank's memory has pages of its own, which are new each time: of a heap that keeps what
 # is freed, and of one that gives it back; see `launch/heap.py`.
 KEPT_BLOCK_BYTES, GIVEN_BACK_BLOCK_BYTES = 32 * 2**20, 2**20
