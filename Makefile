@@ -53,7 +53,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/bench-installed: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet setuptools wheel ninja
+	$(BIN)/python -m pip install --quiet setuptools wheel ninja hatchling editables
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
