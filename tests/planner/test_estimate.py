@@ -82,6 +82,21 @@ def test_statistics_are_those_of_batch_norms():
     assert profile_job(job).statistics_bytes == 2 * 8 * 4 + 8
 
 
+def test_statistics_that_the_model_itself_freezes_do_not_count():
+    """Its own `train` leaves a layer in evaluation, so that a forward writes nothing."""
+    class Frozen(nn.Sequential):
+        def train(self, mode: bool = True):
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    job = Job(model=lambda: Frozen(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
+              data=[(torch.randn(16), torch.tensor(0))] * 8, loss=nn.functional.cross_entropy,
+              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=4, steps=1)
+
+    assert profile_job(job).statistics_bytes == 0
+
+
 def test_a_cpu_rank_also_holds_libraries_and_holes():
     """Its resident size is more than its tensors."""
     bare, resident = (guess("single", cluster(10_000, kind=kind), batch=16) for kind in ("cuda", "cpu"))

@@ -698,6 +698,7 @@ def _buffer_bytes(model: nn.Module) -> int:
 def _statistics_bytes(model: nn.Module) -> int:
     """Of BatchNorm's running statistics, but of layers that the model's own `train` leaves frozen: other buffers that a
     forward writes are rare, and not looked for."""
+    model.train()
     return sum(_own_bytes(module) for module in model.modules()
                if isinstance(module, nn.modules.batchnorm._NormBase) and module.training)
 
