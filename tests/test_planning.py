@@ -172,6 +172,17 @@ def test_a_model_that_can_not_be_cut_is_said_to():
     assert not any("pipeline" in row["plan"] for row in answer.to_dict()["plans"])
 
 
+def test_servers_are_not_ranked_for_batch_norm():
+    """They would fail in their first step. All of them have one reason, which is given once."""
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3))
+
+    answer = paceline.plan(_job(build), "2xcpu", calibrate_s=0)
+    assert not any("server" in row["plan"] for row in answer.to_dict()["plans"])
+    told = " ".join(answer.describe().split())
+    assert told.count("running statistics") == 1 and "not priced: servers, servers compress=bf16, " in told
+
+
 def test_an_unknown_cluster():
     with pytest.raises(ClusterError, match=r"unknown accelerator 'H1000'"):
         paceline.plan(_job(), "8xH1000")

@@ -90,14 +90,15 @@ def _next(plans: RankedPlans, corrections: Corrections, worth: float) -> Candida
     other kind, and again those that were calibrated. Then of all plans one of each other kind, exact ones first, those
     far from any that was, and again. A plan that starts late, as its code is compiled, is tried for itself alone."""
     exact = [candidate for candidate in plans.ranked if candidate.plan.relaxed is None]
-    known = min((candidate.estimate for candidate in exact if candidate.plan in corrections), default=None,
-                key=lambda estimate: estimate.step_s)
-    if exact and exact[0].plan not in corrections and (known is None or exact[0].estimate.step_s < known.step_s):
+    fastest = min((candidate.estimate for candidate in exact if candidate.plan in corrections), default=None,
+                  key=lambda estimate: estimate.step_s)
+    if exact and exact[0].plan not in corrections and (
+            fastest is None or exact[0].estimate.step_s < fastest.step_s):
         return exact[0]
     worthy = [candidate for candidate in (*exact, *plans.ranked) if not candidate.estimate.start_s and (
-        known is None or candidate.estimate.step_s <= worth * known.step_s)]
+        fastest is None or candidate.estimate.step_s <= worth * fastest.step_s)]
     rivals = [candidate for candidate in worthy if candidate.plan.relaxed is None and (
-        known is None or candidate.estimate.low_s <= known.high_s)]
+        fastest is None or candidate.estimate.low_s <= fastest.high_s)]
     return (_of_another_kind(rivals, corrections) or _again(rivals, corrections)
             or _of_another_kind(worthy, corrections)
             or next((candidate for candidate in worthy if corrections.is_far(candidate.plan)), None)

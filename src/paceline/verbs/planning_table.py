@@ -31,7 +31,10 @@ def lines(answer: Answer) -> Iterator[str]:
     yield aligned(["plan", "s/step", "cost/M" if answer.is_priced else "samples/s", "MiB", "why not"],
                   [_row(candidate, chosen or candidate, answer) for candidate in _shown(plans)])
     yield f"{plans.num_tried} plans were priced on {answer.cluster}"
-    yield from (wrapped(f"not priced: {kind}: {why}") for kind, why in plans.refused.items())
+    kinds_by_reason: dict[str, list[str]] = {}
+    for kind, why in plans.refused.items():
+        kinds_by_reason.setdefault(why, []).append(kind)
+    yield from (wrapped(f"not priced: {', '.join(kinds)}: {why}") for why, kinds in kinds_by_reason.items())
     yield from (wrapped(f"rough: {note}") for note in answer.notes)
 
 
