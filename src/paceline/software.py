@@ -38,6 +38,7 @@ class Software:
     kernel_s: device seconds that a kernel takes at least.
     microbatch_s, step_s: host seconds of a micro-batch and of a step that no operator accounts for.
     hook_s: host seconds around a gathering or a reduction of a sharded unit.
+    stops_recomputing: whether a second forward of recompute=full ends with the last tensor that backward needs.
     roll_call: whether CPU ranks that share parameters compare which unit comes next.
     slowdown: by how much computing is slower beside a collective, as a part.
     sequence_parallel: whether ranks of a tensor axis cut activations between layers along the sequence.
@@ -73,6 +74,7 @@ class Software:
     microbatch_s: float = 0.0
     step_s: float = 0.0
     hook_s: float = 200e-6
+    stops_recomputing: bool = False
     roll_call: bool = False
     slowdown: float = 0.1
     sequence_parallel: bool = False
@@ -113,5 +115,5 @@ class Software:
 # Where each figure is from, and which are assumed: docs/formulas.md, "Programs". Of servers: sockets with a thread for
 # each worker carry 4.1 to 4.7 GB/s between processes of one host, and a small
 # message between two takes 0.1 ms; see docs/formulas.md.
-PACELINE = Software(roll_call=True, microbatch_s=0.6e-3, process_bytes_per_s=4.4e9, process_latency_s=1e-4,
-                    cut_sequence_bytes=SEQUENCE_BYTES)
+PACELINE = Software(stops_recomputing=True, roll_call=True, microbatch_s=0.6e-3, process_bytes_per_s=4.4e9,
+                    process_latency_s=1e-4, cut_sequence_bytes=SEQUENCE_BYTES)

@@ -10,6 +10,7 @@ from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.simulate.allocator import HOLES_ADDED
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
+from paceline.software import PACELINE, Software
 from paceline.strategies.recompute.cost import RECOMPUTED_OPERATOR_S, RECOMPUTED_S
 from paceline.strategies.registry import BUILT_IN
 from paceline.strategies.server.cost import MESSAGE_S
@@ -94,6 +95,22 @@ def test_work_is_that_of_the_samples():
     """Cutting into micro-batches changes no FLOP; recomputing the two units adds their forward."""
     assert flops("single", 4.0) == flops("single", 2.0, 2.0) == 4 * 3 * 30
     assert flops("single recompute=full", 4.0) == 4 * (3 * 30 + 2 * 10)
+
+
+@pytest.mark.parametrize(("software", "again"), [(PACELINE, 4), (Software(), 10)])
+def test_a_second_forward_ends_with_what_backward_needs(software: Software, again: float):
+    """In programs that stop there. Of the two units, six of ten operations come after it; of one that is frozen nothing
+    is done again."""
+    first, second, root = (replace(each, again=Work(flops=Affine(0, 4))) for each in PROFILE.segments)
+
+    def total(*segments: Segment) -> float:
+        changed = replace(PROFILE, segments=segments)
+        return sum(event.flops for event in step_program(changed, plan, "cpu", (1.0,), software=software)
+                   if isinstance(event, Compute))
+
+    plan = Plan.parse("single recompute=full")
+    assert total(first, second, root) == 3 * 30 + 2 * again
+    assert total(replace(first, backward=Work()), second, root) == 2 * 30 + 10 + again
 
 
 def test_recompute_keeps_outputs_alone():

@@ -9,9 +9,9 @@ import pytest
 from paceline.cluster import DeviceKind
 from paceline.planner.program import step_program
 from paceline.plans import Plan
-from paceline.profile.profile import Affine, Profile, Segment, TensorCut, Work
+from paceline.profile.profile import Affine, Exchange, Parameter, Product, Profile, Segment, TensorCut, Work
 from paceline.simulate.allocator import CPU_HOLES_EXCHANGED, HOLES_ADDED
-from paceline.simulate.program import Allocate
+from paceline.simulate.program import Allocate, Collective
 from paceline.software import PACELINE, SEQUENCE_BYTES, Software
 from paceline.strategies.tensor.cost import narrow
 
@@ -59,3 +59,37 @@ def test_exchanges_leave_holes_beside_activations_in_a_heap_that_is_kept(
              if isinstance(event, Allocate) and event.ledger == HOLES_ADDED]
 
     assert sum(holes) == pytest.approx(times * CPU_HOLES_EXCHANGED * kept_bytes)
+
+
+@pytest.mark.parametrize(("software", "times"), [(PACELINE, 1), (Software(), 2)])
+@pytest.mark.parametrize("counted", [False, True])
+def test_the_result_of_a_product_that_is_not_done_again_is_not_exchanged_again(
+        software: Software, times: int, counted: bool):
+    """A layer ends with it. Two exchanges in forward, two in backward, and those of the second forward."""
+    cut = layer(SMALL).tensor
+    assert cut is not None
+    if counted:
+        exchange = Exchange("all_reduce", SMALL)
+        cut = replace(cut, counted=((exchange, exchange), (exchange, exchange)))
+    first, last = Product(1, 4, 4), Product(1, 4, 4)
+    segment = replace(layer(SMALL), tensor=cut, forward=Work(products=(first, last)), again=Work(products=(first,)))
+    whole = Profile(parameters=(Parameter("w", "layer", 4, rows=1),), segments=(segment,), update=Work())
+
+    events = step_program(whole, Plan.parse("tensor=2 recompute=full"), "cuda", (1.0,), software=software)
+    sent = sum(event.times for event in events if isinstance(event, Collective) and event.name == "exchange")
+
+    assert sent == 4 + times
+
+
+def test_what_is_done_again_is_divided_as_the_layer_is():
+    """Half of what moves, and one of two products."""
+    first, last = Product(1, 4, 4, cut="columns"), Product(1, 4, 4, cut="inner")
+    half = replace(layer(LARGE).forward, function_bytes=Affine(0, 15 * LARGE))
+    segment = replace(layer(LARGE), again=replace(half, products=(first,)),
+                      forward=replace(layer(LARGE).forward, products=(first, last)))
+    whole = Profile(parameters=(), segments=(segment,), update=Work())
+
+    [part] = narrow(whole, Plan.parse("tensor=4"), PACELINE).segments
+
+    assert part.again is not None and part.again.products == part.forward.products[:1]
+    assert part.again.function_bytes.per_sample == pytest.approx(part.forward.function_bytes.per_sample / 2)

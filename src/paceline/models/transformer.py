@@ -99,7 +99,7 @@ def _layer(size: DecoderSize, formats: Formats, kernels: Kernels) -> Segment:
                     operators=operators[direction], products=tuple(products))
 
     return Segment(
-        LAYER, forward=work([*linear, *core], 0), backward=work(turned, 1),
+        LAYER, forward=work([*linear, *core], 0), backward=work(turned, 1), again=work([*linear[:-1], *core], 0),
         kept_bytes=Affine(0, s * (item * kept_whole + masks + statistics) + cut_kept_bytes),
         output_bytes=Affine(0, item * s * h),
         forward_peak_bytes=Affine(0, s * (item * (kept_whole + h) + masks + statistics) + cut_kept_bytes),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,23 +12,24 @@ from paceline.strategies.recompute.attention import AttentionStep, Made, Selecti
 
 
 class SparedBySelective(Selective):
-    """Notes what recompute=selective would not keep, and keeps it. place: where the step is at."""
+    """Notes what recompute=selective would not keep, and keeps it. recorder: is told of all that autograd keeps."""
 
-    def __init__(self, place: Callable[[], StepPosition]) -> None:
-        super().__init__()
-        self.place = place
+    def __init__(self, recorder: WorkRecorder) -> None:
+        super().__init__(kept_as_is=lambda tensor: recorder.note_kept())
+        self.recorder = recorder
         self.spared: dict[StepPosition, SparedScores] = {}
         self._work: dict[AttentionStep, Tallied] = {}
         self._done: set[AttentionStep] = set()
 
     def noted(self, step: AttentionStep, func: Any, args: Any, output: torch.Tensor) -> None:
-        scratch = WorkRecorder(self.place())
+        scratch = WorkRecorder(self.recorder.place)
         if isinstance(func, torch._ops.OpOverload):
             scratch.count(func, args, {}, output, [output])
         self._work[step] = scratch.work[scratch.place]
 
     def spare(self, step: AttentionStep, tensor: torch.Tensor) -> Any:
-        spared = self.spared.setdefault(self.place(), SparedScores())
+        self.recorder.note_kept()
+        spared = self.spared.setdefault(self.recorder.place, SparedScores())
         if step not in self._done:
             spared.num_bytes += tensor.untyped_storage().nbytes()
         self._add_work(step, spared.work)

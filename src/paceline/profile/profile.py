@@ -258,6 +258,8 @@ class Segment:
     borrows: names of parameters that it uses and another segment completes.
     repeat: how many such segments follow each other; figures are of one.
     core: what selective recomputation does again; None where nothing is known of it.
+    again: the part of its forward that full recomputation does again; None where it is all of it, or nothing is known.
+        torch stops as soon as it has what autograd kept last: a product's inputs, so that a last product is spared.
     tensor: what a tensor axis divides; None where nothing is known of it.
     """
 
@@ -272,6 +274,7 @@ class Segment:
     borrows: tuple[str, ...] = ()
     repeat: int = 1
     core: Core | None = None
+    again: Work | None = None
     tensor: TensorCut | None = None
 
     @classmethod
@@ -284,8 +287,10 @@ class Segment:
         core = None if first.core is None or second.core is None else Core(
             Work.through(first.core.forward, second.core.forward, samples=samples),
             Affine.through((samples[0], first.core.kept_bytes.fixed), (samples[1], second.core.kept_bytes.fixed)))
+        again = None if first.again is None or second.again is None else Work.through(
+            first.again, second.again, samples=samples)
         return replace(first, forward=Work.through(first.forward, second.forward, samples=samples),
-                       backward=Work.through(first.backward, second.backward, samples=samples), core=core,
+                       backward=Work.through(first.backward, second.backward, samples=samples), core=core, again=again,
                        kept_bytes=line("kept_bytes"), output_bytes=line("output_bytes"),
                        forward_peak_bytes=line("forward_peak_bytes"), backward_peak_bytes=line("backward_peak_bytes"))
 
@@ -356,7 +361,8 @@ def folded(profile: Profile) -> Profile:
     """The same cost with segments of units that are alike and follow each other as one that repeats. Operators are left
     out: devices that are described have timed none."""
     profile = replace(profile, update=_without_calls(profile.update), segments=tuple(
-        replace(s, forward=_without_calls(s.forward), backward=_without_calls(s.backward)) for s in profile.segments))
+        replace(s, forward=_without_calls(s.forward), backward=_without_calls(s.backward),
+                again=s.again and _without_calls(s.again)) for s in profile.segments))
     known = {p.name: p for p in profile.parameters}
     often: Counter[str] = Counter(s.unit for s in profile.segments)
     borrowed = {name for s in profile.segments for name in s.borrows if known[name].unit != s.unit}

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -91,6 +91,7 @@ class WorkRecorder(TorchDispatchMode):
         # place, serial of the storage, bytes (negative when it goes)
         self._log: list[tuple[StepPosition, int, int]] = []
         self._serial = 0
+        self._until_kept: dict[StepPosition, tuple[Tallied, int, int]] = {}
         self._fusion = Fusion()
         self._distances = Distances()
 
@@ -124,6 +125,17 @@ class WorkRecorder(TorchDispatchMode):
             serial, _ = self._alive.get(gradient.untyped_storage()._cdata, (-1, None))
             self._gradient_serials.add(serial)
 
+    def note_kept(self) -> None:
+        """Autograd keeps a tensor now: what was counted here so far is done again where a forward runs twice."""
+        tallied = self.work[self.place]
+        self._until_kept[self.place] = replace(tallied), len(tallied.products), len(tallied.calls)
+
+    def _again(self, place: StepPosition) -> Tallied | None:
+        if place not in self._until_kept:
+            return None
+        tallied, products, calls = self._until_kept[place]
+        return replace(tallied, products=tallied.products[:products], calls=tallied.calls[:calls])
+
     def levels(self) -> dict[StepPosition, Levels]:
         """Levels of every place that was entered, counted from an empty device."""
         levels: dict[StepPosition, Levels] = {}
@@ -141,11 +153,13 @@ class WorkRecorder(TorchDispatchMode):
         places = StepPosition(number, "forward"), StepPosition(number, "backward")
         ahead, back = (levels.get(place, Levels(0, 0, 0)) for place in places)
         forward, backward = (self.work.get(place, Tallied()).work(step_bytes) for place in places)
+        again = self._again(places[0])
         return Segment(
             forward=forward, backward=backward, kept_bytes=Affine(ahead.end - ahead.start),
             output_bytes=Affine(self.outputs.get(number, 0)), forward_peak_bytes=Affine(ahead.peak - ahead.start),
             backward_peak_bytes=Affine(max(0, back.peak - ahead.end)),
-            core=None if spared is None else Core(spared.work.work(step_bytes), Affine(spared.num_bytes)))
+            core=None if spared is None else Core(spared.work.work(step_bytes), Affine(spared.num_bytes)),
+            again=None if again is None else again.work(step_bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

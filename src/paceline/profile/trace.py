@@ -333,7 +333,7 @@ def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, 
     pieces = follow(recorder, {**units, **_outer_pieces(model, units)}, model)
     _pass_over_left_out(recorder, model, chains)
     recorder.ignore([*model.parameters(), *model.buffers(), *tree_leaves((inputs, target))])
-    spared = SparedBySelective(lambda: recorder.place)
+    spared = SparedBySelective(recorder)
     with recorder, repeats.standing_in():
         with without_cache(model), autocast(job, device.type), spared:
             loss = job.criterion(_call(model, inputs), target)

@@ -49,6 +49,15 @@ def test_arithmetic_takes_as_long_and_less_is_moved():
     assert narrow(replace(PROFILE, segments=(first,)), COMPILED, PACELINE).segments == (first,)
 
 
+def test_all_of_a_compiled_block_is_recomputed():
+    """Autograd keeps its tensors at its end, and so a second forward can't end before."""
+    parts = tuple(replace(each, again=Work(flops=Affine(0, 4))) for each in PROFILE.segments)
+
+    first, *_, root = narrow(replace(PROFILE, segments=parts), COMPILED, PACELINE).segments
+
+    assert first.again is None and root.again is not None
+
+
 def price(plan: Plan) -> Estimate:
     """A second a step, half of it where blocks are compiled, after 40 seconds."""
     compiles = plan.modifiers.compile == "blocks"

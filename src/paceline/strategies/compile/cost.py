@@ -16,9 +16,10 @@ KERNEL_S = 0.85
 
 
 def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
-    """Memory is priced as without compiling: fused kernels keep as much for backward, or less."""
+    """Memory is priced as without compiling: fused kernels keep as much for backward, or less. A compiled block is one
+    function for autograd, which keeps tensors at its end: all of it is recomputed."""
     return replace(profile, segments=tuple(
-        replace(segment, forward=_fused(segment.forward), backward=_fused(segment.backward))
+        replace(segment, forward=_fused(segment.forward), backward=_fused(segment.backward), again=None)
         if _is_compiled(segment, profile) else segment for segment in profile.segments))
 
 

@@ -1,7 +1,9 @@
 """What recomputation changes: the forward of each unit, or of attention alone, runs again in backward.
 
-"full" keeps a unit's output alone. "selective" lets go of what lies between attention's products, which takes much
-memory and little time; fused attention never keeps it. Sources: Chen et al. 2016; Korthikanti et al. 2022.
+"full" keeps a unit's input alone. Its second forward ends as soon as it has made the last tensor that backward needs: a
+last product is not done again (torch's `set_checkpoint_early_stop`). "selective" lets go of what lies between
+attention's products, which takes much memory and little time; fused attention never keeps it.
+Sources: Chen et al. 2016; Korthikanti et al. 2022.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ def enter(step: Step) -> Hooks:
         """The work, and the most that is alive in it."""
         if is_selective:
             return (segment.core.forward, segment.core.kept_bytes) if segment.core else (Work(), Affine())
-        return segment.forward, segment.forward_peak_bytes
+        # In a model without units, which is recomputed whole, torch stops early in the last segment alone.
+        again = segment.again if step.software.stops_recomputing and segment.unit else None
+        return again or segment.forward, segment.forward_peak_bytes
 
     def is_recomputed(segment: Segment) -> bool:
-        return bool(segment.unit) or not step.profile.units  # a model without units is recomputed whole
+        """Units; a model without them is recomputed whole. What nothing is kept of for backward never is."""
+        return (bool(segment.unit) or not step.profile.units) and segment.backward != Work()
 
     def let_go(point: HookPoint) -> Iterable[Event]:
         segment, samples = step.segment(point), step.samples(point)
@@ -50,7 +55,7 @@ def enter(step: Step) -> Hooks:
             yield Allocate("activations", peak.at(samples))
             yield compute(work, samples)
             if step.device_kind == "cpu" and not is_selective:
-                yield Compute(fixed_s=RECOMPUTED_S + RECOMPUTED_OPERATOR_S * work.operators)
+                yield Compute(fixed_s=RECOMPUTED_S + RECOMPUTED_OPERATOR_S * segment.forward.operators)
             yield free("activations", peak.at(samples))
             yield Allocate("activations", spared(segment, samples))
 

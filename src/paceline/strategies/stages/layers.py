@@ -83,6 +83,7 @@ def _line(first: Segment, second: Segment) -> Segment:
 
     line = Segment.through(first, second, samples=SAMPLES)
     return replace(line, forward=work(line.forward), backward=work(line.backward),
+                   again=line.again and work(line.again),
                    core=line.core and replace(line.core, forward=work(line.core.forward)))
 
 

@@ -262,7 +262,7 @@ class SplitJob:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
                     lambda p, name=name: recorder.complete_gradient(name, p.grad))
-        spared = SparedBySelective(lambda: recorder.place)
+        spared = SparedBySelective(recorder)
         try:
             with recorder:
                 run = piece.run if program is None else program[0]

@@ -76,10 +76,12 @@ def _segment(segment: Segment, ranks: int, cut_from_bytes: float, kept_whole: fl
     kept = divided(segment.kept_bytes, cut.kept_bytes, rest_kept)
     core = segment.core and Core(work(segment.core.forward, segment.core.forward.function_bytes),
                                  segment.core.kept_bytes.times(1 / ranks))
+    again = segment.again and work(segment.again, cut.forward_bytes.times(
+        _ratio(segment.again.function_bytes, segment.forward.function_bytes)))
     peak = _ratio(kept, segment.kept_bytes)
     return replace(
         segment, forward=work(segment.forward, cut.forward_bytes), backward=work(segment.backward, cut.backward_bytes),
-        kept_bytes=kept, output_bytes=segment.output_bytes.times(rest), core=core,
+        kept_bytes=kept, output_bytes=segment.output_bytes.times(rest), core=core, again=again,
         forward_peak_bytes=segment.forward_peak_bytes.times(peak),
         backward_peak_bytes=segment.backward_peak_bytes.times(1 / ranks),
     )
@@ -102,14 +104,19 @@ def enter(step: Step) -> Hooks:
     def sent(kind: CollectiveName, num_bytes: float, times: int) -> Event:
         return Collective(kind, num_bytes, ranks, name="exchange", stream=COMPUTE, times=times * shown)
 
-    def exchanges(cut: TensorCut, samples: float, *, ahead: bool) -> Iterable[Event]:
+    def exchanges(cut: TensorCut, samples: float, *, ahead: bool, but_last: bool = False) -> Iterable[Event]:
         if cut.counted is not None:
-            for exchange in cut.counted[0 if ahead else 1]:
+            counted = cut.counted[0 if ahead else 1]
+            for exchange in counted[:-1] if but_last else counted:
                 is_scattered = exchange.kind == "reduce_scatter"
                 kind = reduce_scatter_on(step.device_kind) if is_scattered else exchange.kind
                 yield sent(kind, exchange.num_bytes, 1)
-        elif times := cut.forward_exchanges if ahead else cut.backward_exchanges:
+        elif (times := (cut.forward_exchanges if ahead else cut.backward_exchanges) - but_last) > 0:
             yield sent("all_reduce", cut.exchanged_bytes.at(samples), times)
+
+    def spares_last(segment: Segment) -> bool:
+        return (step.software.stops_recomputing and segment.again is not None
+                and len(segment.again.products) < len(segment.forward.products))
 
     def after_forward(point: HookPoint) -> Iterable[Event]:
         segment = step.segment(point)
@@ -120,11 +127,11 @@ def enter(step: Step) -> Hooks:
                 yield from holes_of_exchanged(step.device_kind, segment.kept_bytes.at(step.samples(point)))
 
     def after_backward(point: HookPoint) -> Iterable[Event]:
-        """What is recomputed is exchanged again."""
+        """What is recomputed is exchanged again: the result of a last product is not."""
         segment = step.segment(point)
         if (cut := segment.tensor) is not None:
             yield from exchanges(cut, step.samples(point), ahead=False)
             if step.plan.modifiers.recompute == "full" and segment.unit:
-                yield from exchanges(cut, step.samples(point), ahead=True)
+                yield from exchanges(cut, step.samples(point), ahead=True, but_last=spares_last(segment))
 
     return {"after_forward": after_forward, "after_backward": after_backward}
