@@ -8,7 +8,7 @@ from paceline.errors import PlanError
 from paceline.planner.program import moments, step_program
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
-from paceline.simulate.allocator import HOLES_ADDED
+from paceline.simulate.allocator import HOLES_ADDED, OWN_PAGES_FROM_BYTES
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
 from paceline.software import PACELINE, Software
 from paceline.strategies.recompute.cost import RECOMPUTED_OPERATOR_S, RECOMPUTED_S
@@ -325,6 +325,16 @@ def test_gradients_that_are_added_leave_holes_in_a_heap_that_is_kept():
     alone, twice, thrice = (highest("single", *[1.0] * count).get(HOLES_ADDED, 0) for count in (1, 2, 3))
 
     assert alone == 0 < twice and thrice == pytest.approx(2 * twice)
+
+
+@pytest.mark.parametrize(("num_bytes", "leaves"), [(OWN_PAGES_FROM_BYTES - 4, True), (OWN_PAGES_FROM_BYTES, False)])
+def test_a_large_gradient_that_is_added_has_pages_of_its_own(num_bytes: int, leaves: bool):
+    """They go back to the system with it."""
+    large = tuple(replace(parameter, num_bytes=num_bytes) for parameter in PROFILE.parameters)
+
+    events = step_program(replace(PROFILE, parameters=large), Plan.parse("single"), "cpu", (1.0, 1.0))
+
+    assert any(isinstance(event, Allocate) and event.ledger == HOLES_ADDED for event in events) is leaves
 
 
 @pytest.mark.parametrize(("text", "kind", "count"), [

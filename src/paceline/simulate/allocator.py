@@ -23,13 +23,15 @@ CPU_HOLES_LEAN = 0.1  # of a rank with a memory limit, whose large tensors have 
 # What the heap keeps of bytes that recomputation lets go, in holes too small for what comes next. Measured on byte GPTs
 # of 4 and 12 layers, as above.
 CPU_HOLES_LEFT = 0.5
+# Larger tensors have pages of their own and leave no holes: `launch/heap.py` sets this threshold.
+OWN_PAGES_FROM_BYTES = 32 * 2**20
 # Holes that a gradient leaves in a heap that is kept, when it was added to another and is given back: smaller things
 # are put into its place. Measured as above. These holes have a ledger of their own, as ranks with a limit keep no heap.
 HOLES_ADDED = "holes of a kept heap"
 CPU_HOLES_ADDED = 0.2
-# Holes that parameters leave which are gathered and let go again and again, a byte of them: of those that take 4 to 32
-# MiB whole. Smaller ones share what is free, and larger ones have pages of their own. Measured as above.
-CPU_HOLES_GATHERED, GATHERED_FROM_BYTES, GATHERED_TO_BYTES = 2.0, 4 * 2**20, 32 * 2**20
+# Holes that parameters leave which are gathered and let go again and again, a byte of them: of those that take 4 MiB or
+# more whole. Smaller ones share what is free. Measured as above.
+CPU_HOLES_GATHERED, GATHERED_FROM_BYTES = 2.0, 4 * 2**20
 # Holes beside the activations of a layer whose output is exchanged under a tensor axis, a byte of them. Measured on
 # GPTs, a Llama and an encoder; see docs/memory.md.
 CPU_HOLES_EXCHANGED = 0.7
@@ -97,7 +99,7 @@ Allocator = CpuHeap | CudaCaching
 
 def holes_of_added(kind: DeviceKind, num_bytes: float) -> Iterable[Event]:
     """What a gradient leaves behind that was added to another one and is given back."""
-    if kind == "cpu":
+    if kind == "cpu" and num_bytes < OWN_PAGES_FROM_BYTES:
         yield Allocate(HOLES_ADDED, CPU_HOLES_ADDED * num_bytes)
 
 
@@ -111,7 +113,7 @@ def holes_of_gathered(kind: DeviceKind, tensor_bytes: Iterable[float]) -> Iterab
     """What parameters leave behind that are gathered in every step. tensor_bytes: of each, whole."""
     if kind == "cpu":
         yield Allocate(HOLES_ADDED, CPU_HOLES_GATHERED * sum(
-            num_bytes for num_bytes in tensor_bytes if GATHERED_FROM_BYTES <= num_bytes < GATHERED_TO_BYTES))
+            num_bytes for num_bytes in tensor_bytes if GATHERED_FROM_BYTES <= num_bytes < OWN_PAGES_FROM_BYTES))
 
 
 def holes_of_exchanged(kind: DeviceKind, kept_bytes: float) -> Iterable[Event]:
