@@ -53,8 +53,14 @@ def test_rows_become_plans(given: dict[str, str], plan: str):
     assert [str(published_plan) for published_plan in published_case.plans] == [plan]
 
 
+@pytest.mark.parametrize(("given", "precision"), [
+    ("amp_fp8", "fp8"), ("FP8-CS", "fp8"), ("fp16 mixed", "bf16"), ("float32", "float32")])
+def test_precisions_are_those_of_rows(given: str, precision: str):
+    assert read_row("vtrain", metric="iteration_time", value="1", unit="s", precision=given).precision == precision
+
+
 @pytest.mark.parametrize(("given", "reason"), [
-    ({"cp": "2"}, "context parallelism"), ({"precision": "FP8"}, "fp8"), ({"notes": "EP 8"}, "experts"),
+    ({"cp": "2"}, "context parallelism"), ({"precision": "NVFP4"}, "fp4"), ({"notes": "EP 8"}, "experts"),
     ({"model": "LLAMA2-7B (LoRA)"}, "LoRA"), ({"metric": "scaling_efficiency"}, "not a step's time"),
     ({"global_batch": ""}, "no global batch"), ({"tp": "3"}, "don't multiply"), ({"hidden": ""}, "dimensions"),
     ({"hardware": "abacus"}, "hardware"),

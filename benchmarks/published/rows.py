@@ -136,8 +136,10 @@ def _precision(row: Row, source: Source) -> Precision:
     text = row["precision"].lower() or source.precision
     if not text:
         raise Skipped("it states no precision, and its source's are of several")
-    if "fp8" in text or "fp4" in text:
-        raise Skipped("fp8 or fp4: a job has no such precision")
+    if "fp4" in text:
+        raise Skipped("fp4: a job has no such precision")
+    if "fp8" in text:
+        return "fp8"
     return "float32" if "32" in text and "16" not in text else "bf16"
 
 

@@ -32,6 +32,7 @@ class Software:
         algorithms with fewer multiplications, and may be above 1.
     attention_rate: part of an accelerator's best rate of fused attention; above 1 for later kernels.
     skips_mask: whether fused attention leaves out what the causal mask hides.
+    fuses_float8: whether, in fp8, one kernel rounds a value, and gradients of weights are computed in float8 too.
     memory_rate: part of the memory bandwidth that elementwise kernels reach.
     operator_s: host seconds to launch an operator, with Python's and autograd's work around it.
     collective_s: host seconds to launch a collective.
@@ -67,6 +68,7 @@ class Software:
     small_convolution_rate: float = 1.2
     attention_rate: float = 1.0
     skips_mask: bool = True
+    fuses_float8: bool = False
     memory_rate: float = 0.8
     operator_s: float = 10e-6
     collective_s: float = 0.0

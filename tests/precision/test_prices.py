@@ -77,3 +77,23 @@ def test_devices_without_such_products() -> None:
     """A V100 computes tf32 in float32, and an A100 emulates float8 beside bf16."""
     assert seconds("tf32", "V100") == seconds("float32", "V100")
     assert seconds("fp8", "A100") >= seconds("bf16", "A100")
+
+
+@pytest.mark.parametrize(("fuses", "grows", "bytes_a_value"), [
+    (True, "rows", 2), (True, "inner", 2), (False, "rows", 33), (False, "inner", 0)])
+def test_rounding_in_one_kernel(fuses: bool, grows: Side, bytes_a_value: int) -> None:
+    """As in Transformer Engine, where gradients of weights are in float8 as well; none of the host's time is left."""
+    side, memory_bytes_per_s = 8192, 1e12
+    product = Product(rows=side, columns=side, inner=side, grows=grows)
+    chip = accelerator("H100")
+
+    def both(memory_bytes_per_s: float) -> tuple[float, float]:
+        rates = accelerator_rates(replace(chip, memory_bytes_per_s=memory_bytes_per_s),
+                                  replace(PLAIN, fuses_float8=fuses))
+        return rates.seconds(Compute(flops=product.flops, products=(product,)), "fp8")
+
+    (device_s, host_s), (without_s, _) = both(memory_bytes_per_s), both(1e30)
+
+    assert device_s - without_s == pytest.approx(bytes_a_value * 2 * side ** 2 / memory_bytes_per_s)
+    assert (host_s == 0) is (fuses or grows == "inner")
+    assert (without_s < seconds("bf16")) is (fuses or grows == "rows")

@@ -30,11 +30,14 @@ UNALIGNED_LINEAR_PART = 0.5
 # operator by operator, so many more around each of attention's products.
 SOFTMAX_MULTIPLE, UNFUSED_OPERATORS = 4, 3
 ATTENTION = ("attention", "full attention")
-# torchao's rule for layers in float8 (the gradient of a weight, whose inner side grows, is in bf16).
+# torchao's rule for layers in float8 (the gradient of a weight, whose inner side grows, is in bf16 there).
 FLOAT8_MULTIPLE = 16
 # Bytes that rounding a value to float8 moves: six kernels of torchao 0.18, counted (absolute value, largest, float32,
 # scaled, clamped, float8); compiled into one, it reads each value twice and writes it.
 FLOAT8_CAST_BYTES, FLOAT8_FUSED_CAST_BYTES = 33, 5
+# The same in Transformer Engine: one kernel reads a value in bf16, and writes it and its transpose for the two products
+# that take it (cast_transpose), four bytes for both.
+FLOAT8_TRANSPOSED_CAST_BYTES = 2
 # The host's time for a product's two roundings, which is Python's dispatch to torchao for the most part: a layer has
 # two such products a step, and took 1.92 ms longer on an H200's host, 1.82 ms on another.
 FLOAT8_HOST_S = 0.96e-3
@@ -92,17 +95,19 @@ class AcceleratorRates:
         operators, host_s = event.operators, event.fixed_s
         if event.products:
             priced = self._priced(event.products, precision)
-            cast_bytes = priced.num_rounded * (FLOAT8_FUSED_CAST_BYTES if event.is_compiled else FLOAT8_CAST_BYTES)
-            device_s += priced.seconds + cast_bytes / (self.memory_bytes_per_s * software.memory_rate)
+            cast_bytes = (FLOAT8_TRANSPOSED_CAST_BYTES if software.fuses_float8
+                          else FLOAT8_FUSED_CAST_BYTES if event.is_compiled else FLOAT8_CAST_BYTES)
+            device_s += priced.seconds + priced.num_rounded * cast_bytes / (
+                self.memory_bytes_per_s * software.memory_rate)
             flops -= priced.flops
             operators += priced.num_unfused * UNFUSED_OPERATORS
-            host_s += 0.0 if event.is_compiled else priced.num_float8 * FLOAT8_HOST_S
+            host_s += 0.0 if event.is_compiled or software.fuses_float8 else priced.num_float8 * FLOAT8_HOST_S
         if flops > 0.5:  # of unknown shapes
             device_s += flops / (self.flops_per_s[_unshaped(precision)] * software.product_rate)
         return device_s, operators * software.operator_s + host_s
 
     def _price(self, products: tuple[Product, ...], precision: Precision) -> PricedProducts:
-        in_float8 = [p for p in products if _is_float8(p, precision)]
+        in_float8 = [p for p in products if self._is_float8(p, precision)]
         return PricedProducts(
             seconds=sum(self._product_s(p, precision) for p in products),
             flops=sum(p.flops for p in products),
@@ -115,10 +120,15 @@ class AcceleratorRates:
         return (product.kind in ATTENTION and self.software.kernels.attention == "plain"
                 and product.count % SOFTMAX_MULTIPLE != 0)
 
+    def _is_float8(self, product: Product, precision: Precision) -> bool:
+        return (precision == "fp8" and product.kind == "linear"
+                and (product.grows == "rows" or self.software.fuses_float8)
+                and not (product.columns % FLOAT8_MULTIPLE or product.inner % FLOAT8_MULTIPLE))
+
     def _product_s(self, product: Product, precision: Precision) -> float:
         if product.kind == "recurrent" and product.count > 1:
             return product.count * (self._product_s(replace(product, count=1), precision) + self.software.kernel_s)
-        precision = precision if _is_float8(product, precision) else _unshaped(precision)
+        precision = precision if self._is_float8(product, precision) else _unshaped(precision)
         if precision == "float32" and product.kind in self.software.convolution_rates:
             precision = "tf32"  # torch's default for convolutions: torch.backends.cudnn.allow_tf32
         best_flops_per_s, software = self.flops_per_s[precision], self.software
@@ -135,11 +145,6 @@ class AcceleratorRates:
             part *= UNALIGNED_LINEAR_PART if product.kind == "linear" else UNALIGNED_PART
         return max(product.flops / (best_flops_per_s * software.product_rate * part),
                    item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
-
-
-def _is_float8(product: Product, precision: Precision) -> bool:
-    return precision == "fp8" and product.kind == "linear" and product.grows == "rows" and not (
-        product.columns % FLOAT8_MULTIPLE or product.inner % FLOAT8_MULTIPLE)
 
 
 def _unshaped(precision: Precision) -> Precision:
