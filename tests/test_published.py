@@ -59,9 +59,20 @@ def test_precisions_are_those_of_rows(given: str, precision: str):
     assert read_row("vtrain", metric="iteration_time", value="1", unit="s", precision=given).precision == precision
 
 
+@pytest.mark.parametrize("given", [{"model": "LLAMA2-7B (LoRA)"}, {"notes": "Finetuning; LoRA"}])
+def test_adapters_alone_are_trained_where_a_row_says_so(given: dict[str, str]):
+    """Those of queries, keys and values, in every layer."""
+    with_adapters, without = (read_row("vtrain", metric="iteration_time", value="1", unit="s", **each)
+                              for each in (given, {}))
+
+    trained = [p for p in with_adapters.profile.parameters if p.trainable]
+    assert [p.name for p in trained] == ["layers.adapters"] and trained[0].count > 1
+    assert all(p.trainable for p in without.profile.parameters)
+
+
 @pytest.mark.parametrize(("given", "reason"), [
     ({"cp": "2"}, "context parallelism"), ({"precision": "NVFP4"}, "fp4"), ({"notes": "EP 8"}, "experts"),
-    ({"model": "LLAMA2-7B (LoRA)"}, "LoRA"), ({"metric": "scaling_efficiency"}, "not a step's time"),
+    ({"metric": "scaling_efficiency"}, "not a step's time"),
     ({"global_batch": ""}, "no global batch"), ({"tp": "3"}, "don't multiply"), ({"hidden": ""}, "dimensions"),
     ({"hardware": "abacus"}, "hardware"),
 ])

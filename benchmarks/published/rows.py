@@ -28,6 +28,9 @@ from paceline.software import Software
 
 GIB = 2**30
 VOCAB_MULTIPLE = 128  # that all of these programs round the vocabulary up to
+# NeMo's and Megatron Bridge's recipes for measurements put adapters beside the joined queries, keys and values alone
+# (`target_modules = ["linear_qkv"]`); their rank is 8 in NeMo's.
+LORA_RANK = 8
 # Plans compete in groups of rows that are equal in these.
 GROUP = ("model", "layers", "hidden", "heads", "seq", "hardware", "n_devices", "global_batch")
 Row = dict[str, str]
@@ -106,7 +109,8 @@ def case(row: Row, source_name: str) -> Case:
         size = _size(row, source)
         profile = _profile(size, program.formats, program.kernels)
         plans = tuple(_plans(row, source, size, num_devices, batch))
-        flops = batch * size.sequence * (6.0 * size.num_parameters + 12 * size.layers * size.hidden * size.sequence)
+        passes = 4.0 if size.lora_rank else 6.0  # FLOPs a token and parameter: frozen weights need no gradients
+        flops = batch * size.sequence * (passes * size.num_parameters + 12 * size.layers * size.hidden * size.sequence)
     if not plans:
         raise Skipped("no plan has its numbers")
     step_s, fits = _measured(row, source, size, num_devices, batch, flops)
@@ -124,8 +128,6 @@ def _check(row: Row, source: Source) -> None:
     text = f"{row['model']} {row['notes']}".lower()
     if (_whole(row, "cp") or 1) > 1:
         raise Skipped("context parallelism: a plan has no such axis")
-    if "lora" in text:
-        raise Skipped("LoRA: adapters alone are trained")
     if re.search(r"\bep \d|moe|deepseek|mixtral|a3b|a22b|gpt.oss|nemotron.?3|kimi", text):
         raise Skipped("experts: a plan has no such axis")
     if row["metric"] not in METRICS:
@@ -212,7 +214,8 @@ def _size(row: Row, source: Source) -> DecoderSize:
     tied = known.get("tied", form == "gpt")
     vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return DecoderSize(int(given["layers"]), int(hidden), int(heads), int(given["ffn"] or 4 * hidden), int(vocab),
-                       int(sequence), int(given["kv_heads"] or heads), form, bool(tied))
+                       int(sequence), int(given["kv_heads"] or heads), form, bool(tied),
+                       lora_rank=LORA_RANK if re.search(r"\blora\b", f"{row['model']} {row['notes']}", re.I) else 0)
 
 
 def _program(row: Row, source: Source) -> Software:

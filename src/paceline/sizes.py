@@ -53,6 +53,8 @@ class DecoderSize:
 
     form: "gpt" has learned positions, layer norms, biases and GELU; "llama" rotary positions, RMS norms and SwiGLU.
     sequence: tokens of a sample. tied: whether the head is the embedding.
+    lora_rank: rank of the adapters (Hu et al. 2021) beside the product that makes queries, keys and values, where the
+        recipes of NeMo's measurements put them; all else is frozen. 0 if there are none, and everything is trained.
 
     Raises:
         JobError: sizes that don't go together.
@@ -70,11 +72,14 @@ class DecoderSize:
     kv_heads: int = 0
     form: Form = "gpt"
     tied: bool = False
+    lora_rank: int = 0
 
     def __post_init__(self) -> None:
         figures = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence")}
         if wrong := [f"{name}={value}" for name, value in figures.items() if value < 1]:
             raise JobError(f"a decoder of {', '.join(wrong)}", hint="every size is at least 1")
+        if self.lora_rank < 0:
+            raise JobError(f"a decoder of lora_rank={self.lora_rank}", hint="a rank is at least 1; 0 is no adapters")
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden % self.heads or self.heads % self.kv_heads:
@@ -104,7 +109,13 @@ class DecoderSize:
         return 4 * self.hidden + (self.hidden + 2 * self.kv_width) + self.hidden + self.ffn + self.hidden
 
     @property
+    def adapters_per_layer(self) -> int:
+        """Values in a layer's adapters: hidden to their rank, and from there to queries, keys and values."""
+        return self.lora_rank * (2 * self.hidden + 2 * self.kv_width)
+
+    @property
     def num_parameters(self) -> int:
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         ends = self.hidden if self.form == "llama" else 2 * self.hidden + self.sequence * self.hidden
-        return self.layers * (self.matrices_per_layer + self.vectors_per_layer) + tables + ends
+        per_layer = self.matrices_per_layer + self.vectors_per_layer + self.adapters_per_layer
+        return self.layers * per_layer + tables + ends

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,32 @@ def test_a_decoder_by_dimensions_is_the_module(size: DecoderSize):
     assert moved_bytes(described) == pytest.approx(moved_bytes(traced), rel=0.06)
 
 
+@pytest.mark.parametrize("size", [pytest.param(replace(GPT, lora_rank=4), id="gpt"),
+                                  pytest.param(replace(LLAMA, lora_rank=3), id="llama", marks=pytest.mark.slow)])
+def test_adapters_by_dimensions_are_the_modules(size: DecoderSize):
+    """A layer is the traced one: operators, FLOPs, kept activations; bytes moved within 3 %. Only adapters have
+    gradients and state. The first layer alone is priced with gradients of its input that it does not need."""
+    traced, described = traced_decoder(size), decoder_profile(size)
+    layer = described.segments[1]
+    last = [segment for segment in traced.segments if segment.unit][-1]
+    joined = size.hidden + 2 * size.kv_width
+
+    assert described.forward_flops_per_sample == traced.forward_flops_per_sample
+    assert described.backward_flops_per_sample - traced.backward_flops_per_sample == (
+        2 * size.sequence * size.hidden * (joined + size.lora_rank))
+    assert layer.backward.flops == last.backward.flops
+    assert (layer.forward.operators, layer.backward.operators) == (last.forward.operators, last.backward.operators)
+    assert layer.kept_bytes.per_sample == last.kept_bytes.per_sample
+    for work, counted in ((layer.forward, last.forward), (layer.backward, last.backward)):
+        assert work.function_bytes.per_sample == pytest.approx(
+            counted.function_bytes.per_sample + counted.moved_bytes.per_sample, rel=0.03)
+    assert described.parameter_bytes == traced.parameter_bytes == 4 * size.num_parameters
+    for profile in (traced, described):
+        assert sum(p.gradient_bytes * p.count for p in profile.parameters) == 4 * size.layers * size.adapters_per_layer
+        assert sum(p.state_bytes * p.count for p in profile.parameters) == pytest.approx(
+            8 * size.layers * size.adapters_per_layer, rel=0.002)  # and AdamW's counters of steps
+
+
 @pytest.mark.parametrize("size", [ConvNetSize((1, 2), 8, 10, 64), ConvNetSize((2, 2), 8, 10, 64, "bottleneck")],
                          ids=["basic", "bottleneck"])
 def test_a_residual_net_by_dimensions_is_the_module(size: ConvNetSize):
@@ -96,7 +124,8 @@ def test_megatrons_activations():
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"layers": 0}, "layers=0"), ({"heads": 3}, "don't divide"), ({"kv_heads": 3}, "don't divide")])
+    ({"layers": 0}, "layers=0"), ({"lora_rank": -1}, "lora_rank=-1"),
+    ({"heads": 3}, "don't divide"), ({"kv_heads": 3}, "don't divide")])
 def test_sizes_that_make_no_sense_are_refused(wrong: dict[str, int], message: str):
     """Each is named."""
     given = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 96, "sequence": 8}

@@ -9,6 +9,21 @@ from torch import Tensor, nn
 from paceline.sizes import DecoderSize
 
 ROTARY_BASE = 10_000.0
+LORA_SCALE = 2.0  # alpha over rank, of NeMo's recipes: alpha 16 with rank 8
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter of low rank beside it (Hu et al. 2021); it starts as the layer alone."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.up(self.down(x)) * LORA_SCALE
 
 
 class Attention(nn.Module):
@@ -19,7 +34,8 @@ class Attention(nn.Module):
         bias = size.form == "gpt"
         self.head_dim, self.widths = size.head_dim, (size.hidden, size.kv_width, size.kv_width)
         self.groups = size.heads // size.kv_heads
-        self.qkv = nn.Linear(size.hidden, sum(self.widths), bias=bias)
+        qkv = nn.Linear(size.hidden, sum(self.widths), bias=bias)
+        self.qkv = Adapted(qkv, size.lora_rank) if size.lora_rank else qkv
         self.mix = nn.Linear(size.hidden, size.hidden, bias=bias)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -89,6 +105,11 @@ class Decoder(nn.Module):
         self.head = nn.Linear(size.hidden, size.vocab, bias=False)
         if size.tied:
             self.head.weight = self.tokens.weight
+        if size.lora_rank:
+            self.requires_grad_(False)
+            for adapted in (module for module in self.modules() if isinstance(module, Adapted)):
+                adapted.down.requires_grad_()
+                adapted.up.requires_grad_()
         if size.form == "llama":
             steps = torch.arange(0, size.head_dim, 2) / size.head_dim
             angles = torch.outer(torch.arange(size.sequence).float(), ROTARY_BASE**-steps).repeat(1, 2)

@@ -6,6 +6,7 @@ Widths count values of a token: `hidden` h, keys and values kv, the inner width 
 
 from __future__ import annotations
 
+from paceline.models.adapters import with_adapters
 from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work
 from paceline.sizes import EAGER, FLOAT32, DecoderSize, Formats, Kernels
 
@@ -32,7 +33,7 @@ def decoder_profile(size: DecoderSize, formats: Formats = FLOAT32, kernels: Kern
         ends.append(_table("logits", HEAD, size.vocab * size.hidden, formats, is_cut=True))
     parameters = (*tables, *layer, *ends)
     values = sum(p.num_bytes * p.count for p in parameters) / formats.weight
-    return Profile(
+    profile = Profile(
         parameters=parameters,
         segments=(_embedding(size, formats, [p.name for p in tables]), _layer(size, formats, kernels),
                   _head(size, formats, [p.name for p in ends])),
@@ -42,6 +43,7 @@ def decoder_profile(size: DecoderSize, formats: Formats = FLOAT32, kernels: Kern
         gathered_part=formats.gathered / formats.weight, reduced_part=formats.reduced / formats.gradient,
         by_dimensions=True,
     )
+    return with_adapters(profile, size, formats, kernels) if size.lora_rank else profile
 
 
 def _table(name: str, unit: str, values: int, formats: Formats, *, is_cut: bool = False, count: int = 1) -> Parameter:
