@@ -21,7 +21,7 @@ from paceline.planner.problem import PlanningProblem
 from paceline.plans import Plan
 from paceline.profile import profile_job, trace
 from paceline.profile.blocks import FEWEST, alike_blocks
-from paceline.profile.profile import Profile, folded
+from paceline.profile.profile import Parameter, Profile, Segment, folded
 from paceline.strategies.stages.layers import layered
 from paceline.strategies.stages.price import SplitJob
 
@@ -294,6 +294,15 @@ def test_weights_in_bf16_are_multiplied_in_bf16():
 
 PLANS = ("data=8", "shard=8 recompute=full", "data=2 shard=4 zero=1", "pipeline=2 data=4 microbatches=2",
          "tensor=2 data=4", "pipeline=2 tensor=2 data=2 microbatches=2 schedule=interleaved virtual=2")
+
+
+def test_blocks_fold_whatever_autograd_keeps_of_them():
+    """The first keeps less where its input needs no gradient. That takes no time on devices that are described."""
+    parameters = tuple(Parameter(f"{unit}.weight", unit, 4, rows=1) for unit in "abc")
+    blocks = tuple(Segment(unit, gradients=(f"{unit}.weight",), kept_tensors=count)
+                   for unit, count in zip("abc", (2, 3, 3), strict=True))
+
+    assert [segment.repeat for segment in folded(Profile(parameters, blocks)).segments] == [3]
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 4])

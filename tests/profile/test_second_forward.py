@@ -112,6 +112,17 @@ def test_it_is_what_torch_does_again(name: str):
     assert _step_flops(recomputed) - _step_flops(model) == sum(again)
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_tensors_are_counted_that_autograd_keeps(name: str):
+    """Parameters among them: each passes two hooks where a block is recomputed."""
+    kept: list[torch.Tensor] = []
+    block = BLOCKS[name][0]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        block(torch.ones(BATCH, WIDTH, WIDTH, requires_grad=True))
+
+    assert _units(lambda: Chain(BLOCKS[name][0]))[-1].kept_tensors == len(kept) > 0
+
+
 def test_all_of_a_block_is_priced_that_decides_what_autograd_keeps():
     assert [segment.again for segment in _units(lambda: Chain(Offloaded))] == [None] * 3
 

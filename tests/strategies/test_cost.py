@@ -11,7 +11,7 @@ from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.simulate.allocator import HOLES_ADDED, OWN_PAGES_FROM_BYTES
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
 from paceline.software import PACELINE, Software
-from paceline.strategies.recompute.cost import RECOMPUTED_OPERATOR_S, RECOMPUTED_S
+from paceline.strategies.recompute.cost import KEPT_TENSOR_S, RECOMPUTED_S
 from paceline.strategies.registry import BUILT_IN
 from paceline.strategies.server.cost import MESSAGE_S
 
@@ -22,7 +22,7 @@ def segment(unit: str, *gradients: str, flops: float = 10.0) -> Segment:
     return Segment(
         unit, Work(flops=Affine(0, flops), operators=4), Work(flops=Affine(0, 2 * flops)), kept_bytes=Affine(0, 30),
         output_bytes=Affine(0, 10), forward_peak_bytes=Affine(0, 35), backward_peak_bytes=Affine(0, 5),
-        gradients=gradients)
+        gradients=gradients, kept_tensors=4)
 
 
 PROFILE = Profile(
@@ -341,11 +341,11 @@ def test_a_large_gradient_that_is_added_has_pages_of_its_own(num_bytes: int, lea
     ("single recompute=full", "cpu", 2), ("single recompute=full", "cuda", 0), ("single recompute=selective", "cpu", 0),
     ("single", "cpu", 0)])
 def test_python_around_a_unit_that_is_recomputed_takes_time_on_a_cpu(text: str, kind: str, count: int):
-    """Of two units with four operators each; the root is none."""
+    """Of two units that four tensors are kept of; the root is none."""
     waits = [event.fixed_s for event in program(text, kind=kind) if isinstance(event, Compute) and event.fixed_s]
     without = [event.fixed_s for event in program("single", kind=kind) if isinstance(event, Compute) and event.fixed_s]
 
-    assert sum(waits) - sum(without) == pytest.approx(count * (RECOMPUTED_S + 4 * RECOMPUTED_OPERATOR_S))
+    assert sum(waits) - sum(without) == pytest.approx(count * (RECOMPUTED_S + 4 * KEPT_TENSOR_S))
 
 
 @pytest.mark.parametrize(("text", "kind", "messages"), [

@@ -260,6 +260,7 @@ class Segment:
     core: what selective recomputation does again; None where nothing is known of it.
     again: the part of its forward that full recomputation does again; None where it is all of it, or nothing is known.
         torch stops as soon as it has what autograd kept last: a product's inputs, so that a last product is spared.
+    kept_tensors: how many tensors autograd keeps in its forward, parameters among them; 0 where nothing is known of it.
     tensor: what a tensor axis divides; None where nothing is known of it.
     """
 
@@ -275,6 +276,7 @@ class Segment:
     repeat: int = 1
     core: Core | None = None
     again: Work | None = None
+    kept_tensors: int = 0
     tensor: TensorCut | None = None
 
     @classmethod
@@ -358,11 +360,11 @@ class Profile:
 
 
 def folded(profile: Profile) -> Profile:
-    """The same cost with segments of units that are alike and follow each other as one that repeats. Operators are left
-    out: devices that are described have timed none."""
+    """The same cost with segments of units that are alike and follow each other as one that repeats. Operators and the
+    count of kept tensors are left out: devices that are described have timed none, and need no time for hooks."""
     profile = replace(profile, update=_without_calls(profile.update), segments=tuple(
         replace(s, forward=_without_calls(s.forward), backward=_without_calls(s.backward),
-                again=s.again and _without_calls(s.again)) for s in profile.segments))
+                again=s.again and _without_calls(s.again), kept_tensors=0) for s in profile.segments))
     known = {p.name: p for p in profile.parameters}
     often: Counter[str] = Counter(s.unit for s in profile.segments)
     borrowed = {name for s in profile.segments for name in s.borrows if known[name].unit != s.unit}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -92,6 +92,7 @@ class WorkRecorder(TorchDispatchMode):
         self._log: list[tuple[StepPosition, int, int]] = []
         self._serial = 0
         self._until_kept: dict[StepPosition, tuple[Tallied, int, int]] = {}
+        self._kept_tensors: Counter[StepPosition] = Counter()
         self._fusion = Fusion()
         self._distances = Distances()
 
@@ -128,6 +129,7 @@ class WorkRecorder(TorchDispatchMode):
     def note_kept(self) -> None:
         """Autograd keeps a tensor now: what was counted here so far is done again where a forward runs twice."""
         tallied = self.work[self.place]
+        self._kept_tensors[self.place] += 1
         self._until_kept[self.place] = replace(tallied), len(tallied.products), len(tallied.calls)
 
     def _again(self, place: StepPosition) -> Tallied | None:
@@ -159,7 +161,7 @@ class WorkRecorder(TorchDispatchMode):
             output_bytes=Affine(self.outputs.get(number, 0)), forward_peak_bytes=Affine(ahead.peak - ahead.start),
             backward_peak_bytes=Affine(max(0, back.peak - ahead.end)),
             core=None if spared is None else Core(spared.work.work(step_bytes), Affine(spared.num_bytes)),
-            again=None if again is None else again.work(step_bytes))
+            again=None if again is None else again.work(step_bytes), kept_tensors=self._kept_tensors[places[0]])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

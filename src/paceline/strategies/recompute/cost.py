@@ -15,9 +15,9 @@ from paceline.simulate.allocator import holes_of_freed
 from paceline.simulate.program import Allocate, Compute, Event, free
 from paceline.strategies.costs import HookPoint, Hooks, Step, compute
 
-# Python around a unit's second forward on a CPU: hooks of what is kept, the module's state and random numbers; and of
-# each of its operators. Measured on nets of 4 to 16 tiny blocks; see docs/formulas.md.
-RECOMPUTED_S, RECOMPUTED_OPERATOR_S = 0.3e-3, 30e-6
+# Python around a unit's second forward on a CPU: the module's state and random numbers; and two hooks of each tensor
+# that autograd keeps. Measured on chains of eight tiny blocks; see docs/formulas.md.
+RECOMPUTED_S, KEPT_TENSOR_S = 0.28e-3, 16e-6
 
 
 def enter(step: Step) -> Hooks:
@@ -55,7 +55,7 @@ def enter(step: Step) -> Hooks:
             yield Allocate("activations", peak.at(samples))
             yield compute(work, samples)
             if step.device_kind == "cpu" and not is_selective:
-                yield Compute(fixed_s=RECOMPUTED_S + RECOMPUTED_OPERATOR_S * segment.forward.operators)
+                yield Compute(fixed_s=RECOMPUTED_S + KEPT_TENSOR_S * segment.kept_tensors)
             yield free("activations", peak.at(samples))
             yield Allocate("activations", spared(segment, samples))
 
