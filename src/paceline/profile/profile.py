@@ -311,6 +311,7 @@ class Profile:
     gathered_part: bytes that sharding gathers a byte of parameters; below 1 where it gathers a lower precision.
     reduced_part: bytes that replicas send each other a byte of gradients.
     by_dimensions: whether the model can be cut anywhere between its segments and repetitions.
+    recurrent: units that hold an nn.RNN, nn.GRU or nn.LSTM; "" is a model without units.
     """
 
     parameters: tuple[Parameter, ...]
@@ -324,6 +325,7 @@ class Profile:
     gathered_part: float = 1.0
     reduced_part: float = 1.0
     by_dimensions: bool = False
+    recurrent: tuple[str, ...] = ()
     _by_unit: dict[str, tuple[Parameter, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

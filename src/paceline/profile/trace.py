@@ -34,7 +34,7 @@ from paceline.profile.fakes import FakeModel, convertible
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.profile.recorder import Levels, SparedScores, StepPosition, Tallied, WorkRecorder, follow
 from paceline.profile.updates import let_fuse
-from paceline.strategies.units import find_units
+from paceline.strategies.units import find_units, recurrent_units
 from paceline.values import plain, value_of
 
 _CPU = torch.device("cpu")
@@ -520,7 +520,7 @@ def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] =
         update=_update(sides[0], step_bytes[0]) if like is None else like.update,
         update_peak_bytes=(round(_of_all_blocks(sides[0], _Side.update_peak_bytes)) if like is None
                            else like.update_peak_bytes),
-        notes=notes,
+        notes=notes, recurrent=tuple(recurrent_units(first.model)),
     )
 
 
@@ -673,6 +673,7 @@ def _from_parameters(job: Job, notes: list[str]) -> Profile:
         parameters, tuple(segments), buffer_bytes=_buffer_bytes(model), statistics_bytes=_statistics_bytes(model),
         update=Work(moved_bytes=Affine(moved)),
         notes=(*notes, "priced by its parameters alone: activations are left out"),
+        recurrent=tuple(recurrent_units(model)),
     )
 
 

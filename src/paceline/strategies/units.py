@@ -92,3 +92,17 @@ def _is_tied(unit: nn.Module, paths: Mapping[int, int]) -> bool:
     the model."""
     inside = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
     return any(paths[parameter] != count for parameter, count in inside.items())
+
+
+def recurrent_units(model: nn.Module) -> dict[str, str]:
+    """Class names of recurrent layers, by the unit that holds one; "" is a model without units.
+
+    >>> from torch import nn
+    >>> recurrent_units(nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 2)))
+    {'0': 'LSTM'}
+    """
+    from torch import nn
+
+    layers = {name: next((layer for layer in unit.modules() if isinstance(layer, nn.RNN | nn.GRU | nn.LSTM)), None)
+              for name, unit in (find_units(model) or {"": model}).items()}
+    return {name: type(layer).__name__ for name, layer in layers.items() if layer is not None}

@@ -48,6 +48,17 @@ class Net(nn.Module):
         return self.out(x)
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer over one token of each sample."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.unsqueeze(0))[0].squeeze(0)
+
+
 class Breaking(nn.Module):
     """Whose block prints, which torch.compile can't trace."""
 

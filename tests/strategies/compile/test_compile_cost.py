@@ -6,8 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
+from compiled_jobs import Recurrent
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from paceline.cluster import Device
+from paceline.errors import PlanError
+from paceline.job import Job
 from paceline.planner.corrections import Calibration, Corrections
 from paceline.planner.estimate import Estimate
 from paceline.planner.gain import Gain
@@ -16,6 +23,7 @@ from paceline.planner.rank import Candidate, RankedPlans, compiling, search
 from paceline.planner.ranks import MemoryNeed
 from paceline.planner.space import DeviceCounts, Limits, compiled_variant
 from paceline.plans import Plan
+from paceline.profile import profile_job
 from paceline.profile.profile import Affine, Fused, Parameter, Profile, Segment, Work
 from paceline.software import PACELINE
 from paceline.strategies.compile.cost import FIRST_S, KERNEL_S, narrow
@@ -56,6 +64,41 @@ def test_all_of_a_compiled_block_is_recomputed():
     first, *_, root = narrow(replace(PROFILE, segments=parts), COMPILED, PACELINE).segments
 
     assert first.again is None and root.again is not None
+
+
+def test_a_compiled_block_keeps_a_tensor_of_each_operator_at_most():
+    """Five operators are left of ten. Hooks of kept tensors take time where it is recomputed."""
+    kept = tuple(replace(each, kept_tensors=count) for each, count in zip(PROFILE.segments, (3, 8, 8, 8), strict=True))
+
+    narrowed = narrow(replace(PROFILE, segments=kept), COMPILED, PACELINE).segments
+
+    assert [segment.kept_tensors for segment in narrowed] == [3, 5, 8, 8]
+
+
+def test_blocks_that_torch_does_not_take_stay_as_they_are():
+    """They cost what they cost without compiling, and no time at the start; a model of such blocks alone is refused.
+    Pieces of a model that is split are compiled, as a recurrent layer is one operator in their graphs."""
+    recurrent = replace(PROFILE, recurrent=("c",))
+
+    assert [before == after for before, after in zip(
+        PROFILE.segments, narrow(recurrent, COMPILED, PACELINE).segments, strict=True)] == [False, False, True, True]
+    assert start_s(recurrent, COMPILED) == pytest.approx(FIRST_S + KERNEL_S * (5 + 5))
+    alone = replace(PROFILE, recurrent=("a", "b", "c"))
+    with pytest.raises(PlanError, match=r"no nn\.RNN"):
+        narrow(alone, COMPILED, PACELINE)
+    stages = Plan.parse("pipeline=2 microbatches=2 compile=blocks")
+    assert narrow(alone, stages, PACELINE).segments == narrow(PROFILE, stages, PACELINE).segments
+
+
+@pytest.mark.parametrize(("model", "recurrent"), [
+    (lambda: nn.Sequential(nn.Linear(6, 6), Recurrent(nn.GRU(6, 6))), ("1",)),
+    (lambda: Recurrent(nn.LSTM(6, 6)), ("",)),
+    (lambda: nn.Sequential(nn.Linear(6, 6), nn.RNNCell(6, 6)), ())])
+def test_a_profile_names_blocks_that_torch_does_not_take(model: Callable[[], nn.Module], recurrent: tuple[str, ...]):
+    x = torch.zeros(4, 6)
+    profile = profile_job(Job(model=model, data=TensorDataset(x, x), loss=F.mse_loss, batch=2, steps=1,
+                              optimizer=lambda named: torch.optim.SGD(named)))
+    assert profile.recurrent == recurrent
 
 
 def price(plan: Plan) -> Estimate:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_jobs import Block, Breaking, Net, counts, fails, make_job, prints, traced, traced_with_means
+from compiled_jobs import Block, Breaking, Net, Recurrent, counts, fails, make_job, prints, traced, traced_with_means
 from safetensors.torch import load_file
 from torch import nn
 
@@ -139,6 +139,37 @@ def test_a_buffer_that_torch_would_lose_keeps_its_block_as_it_is() -> None:
     watch = _prepared(model)
     assert list(watch.uncompiled) == ["blocks.1"] and "'seen'" in watch.uncompiled["blocks.1"]
     assert [compile_blocks.is_compiled(block) for block in model.blocks] == [True, False, True]
+
+
+def test_a_block_with_a_recurrent_layer_stays_as_it_is() -> None:
+    """torch.compile takes no nn.GRU; a model of such blocks alone is refused before it runs."""
+    def model(*blocks: nn.Module) -> Any:
+        return _prepared(nn.Sequential(*blocks))
+
+    watch = model(nn.Linear(6, 6), Recurrent(nn.GRU(6, 6)))
+    assert watch.uncompiled == {"1": "torch.compile takes no nn.GRU"}
+    with pytest.raises(PlanRefused, match="leave out compile=blocks"):
+        model(Recurrent(nn.GRU(6, 6)), Recurrent(nn.LSTM(6, 6)))
+
+
+@pytest.mark.parametrize("plan", ["single compile=blocks", "pipeline=2 compile=blocks"])
+def test_blocks_beside_recurrent_ones_are_compiled(plan: str, tmp_path: Path, without_compiler: None) -> None:
+    """Those too, where a model is split: a graph of a piece holds the layer as one operator."""
+    summary = train(plan, tmp_path / "run", model=_WithRecurrent)
+    assert list(summary["compile"]["uncompiled"]) == (["blocks.1"] if plan.startswith("single") else [])
+    assert summary["compile"]["compiled"]
+
+
+class _WithRecurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Recurrent(nn.GRU(6, 6)), Block()])
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
 
 
 class _Numpy(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.errors import PlanError
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Fused, Profile, Segment, Work
 from paceline.software import Software
@@ -13,26 +14,43 @@ from paceline.strategies.costs import Hooks, Step
 # translates torch's headers), and those of each kernel, from tracing to g++. See docs/strategies/compile.md.
 FIRST_S = 14.5
 KERNEL_S = 0.85
+NOTHING_COMPILED = "torch.compile takes no nn.RNN, nn.GRU or nn.LSTM, and the model, or each of its blocks, holds one"
+WITHOUT = "leave out compile=blocks: the plan computes the same without it"
 
 
 def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
     """Memory is priced as without compiling: fused kernels keep as much for backward, or less. A compiled block is one
-    function for autograd, which keeps tensors at its end: all of it is recomputed."""
+    function for autograd, which keeps tensors at its end: all of it is recomputed.
+
+    Raises:
+        PlanError: torch.compile takes none of the model's blocks.
+    """
+    if not plan.splits_model and set(profile.units or [""]) <= set(profile.recurrent):
+        raise PlanError(NOTHING_COMPILED, hint=WITHOUT)
     return replace(profile, segments=tuple(
-        replace(segment, forward=_fused(segment.forward), backward=_fused(segment.backward), again=None)
-        if _is_compiled(segment, profile) else segment for segment in profile.segments))
+        _compiled(segment)
+        if _is_compiled(segment, profile, plan) else segment for segment in profile.segments))
+
+
+def _compiled(segment: Segment) -> Segment:
+    """At most one tensor is kept of each operator that is left."""
+    forward = _fused(segment.forward)
+    return replace(segment, forward=forward, backward=_fused(segment.backward), again=None,
+                   kept_tensors=min(segment.kept_tensors, round(forward.operators)))
 
 
 def start_s(profile: Profile, plan: Plan) -> float:
     """Seconds of compiling with an empty cache: blocks that do the same work are compiled once. Ranks compile one after
     the other, and all but the first find the code in the cache."""
     kinds = {_kind(segment): segment.forward.fused.kernels + segment.backward.fused.kernels
-             for segment in profile.segments if _is_compiled(segment, profile)}
+             for segment in profile.segments if _is_compiled(segment, profile, plan)}
     return FIRST_S + KERNEL_S * sum(kinds.values())
 
 
-def _is_compiled(segment: Segment, profile: Profile) -> bool:
-    return bool(segment.unit) or not profile.units  # a model without units is compiled whole
+def _is_compiled(segment: Segment, profile: Profile, plan: Plan) -> bool:
+    """A model without units is compiled whole. Where a model is split, each piece is, also a recurrent layer alone."""
+    return (bool(segment.unit) or not profile.units) and (
+        plan.splits_model or segment.unit not in profile.recurrent)
 
 
 def _kind(segment: Segment) -> tuple[object, ...]:

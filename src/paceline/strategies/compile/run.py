@@ -18,9 +18,10 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from paceline.capture.probe import NOTHING, Observed
 from paceline.capture.randomness import means, without_modes
 from paceline.errors import PlanRefused
+from paceline.strategies.compile.cost import NOTHING_COMPILED, WITHOUT
 from paceline.strategies.compile.limit import compile_whole
 from paceline.strategies.compile.watch import CompilationWatch
-from paceline.strategies.units import find_units, refuse_scripted
+from paceline.strategies.units import find_units, recurrent_units, refuse_scripted
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
 _LOSES = "torch.compile would lose what it writes to its buffer '{}', which is a float64 scalar"
-WITHOUT = "leave out compile=blocks: the plan computes the same without it"
 # Ways to run one block that are compiled at most, where torch allows 8 for all blocks of one class together.
 MOST_WAYS = 8
 
@@ -41,7 +41,7 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     A model without units is compiled whole. Nothing is compiled before the first forward.
 
     Raises:
-        PlanRefused: there is no C++ compiler, or a part of the model is compiled already.
+        PlanRefused: there is no C++ compiler, a part of the model is compiled already, or no block can be compiled.
     """
     place = device or next(model.parameters()).device
     refuse_scripted(model, "compile=blocks")
@@ -50,13 +50,18 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     if place.type == "cpu":
         torch._inductor.config.compile_threads = 1  # ranks share the cores, and a block is one file of C++
     watch = CompilationWatch(place, num_ranks=mesh.world_size)
-    units = find_units(model) or {type(model).__name__: model}
-    for name, unit in units.items():
+    units, recurrent = find_units(model) or {"": model}, recurrent_units(model)
+    if recurrent.keys() == units.keys() and not any(hasattr(unit, "wrap_runs") for unit in units.values()):
+        raise PlanRefused(NOTHING_COMPILED, hint=WITHOUT)
+    for path, unit in units.items():
+        name = path or type(model).__name__
         most_ways = MOST_WAYS * len(units)
         if (wrap_runs := getattr(unit, "wrap_runs", None)) is not None:  # pieces of a captured model
             buffers_at = getattr(model, "buffers_at", {})
             lost = {path for path, (module, key) in buffers_at.items() if _is_lost(module._buffers[key])}
             wrap_runs(partial(_compiled_piece, watch=watch, most_ways=most_ways, lost=lost))
+        elif path in recurrent:
+            watch.leave_out(name, f"torch.compile takes no nn.{recurrent[path]}")
         elif lost := {path for path, buffer in unit.named_buffers() if _is_lost(buffer)}:
             watch.leave_out(name, _LOSES.format(min(lost)))
         else:
