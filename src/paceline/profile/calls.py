@@ -37,12 +37,14 @@ class Operand:
 
     distance_bytes: that others touched since it was last touched; None in another pass, where the whole step lies
         between.
+    zero_part: of its values that are zero, as far as is known; some kernels are slower for them.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     distance_bytes: float | None = None
+    zero_part: float = 0.0
 
     @property
     def window(self) -> int:
@@ -107,7 +109,8 @@ def _across(value: Any, step_bytes: float) -> Any:
 
 def _text(value: Any) -> str:
     if isinstance(value, Operand):
-        return f"{value.dtype}{list(value.shape)}{list(value.stride)}@{value.window >> 20}"
+        zeros = f"z{value.zero_part}" if value.zero_part else ""
+        return f"{value.dtype}{list(value.shape)}{list(value.stride)}@{value.window >> 20}{zeros}"
     return f"({','.join(map(_text, value))})" if isinstance(value, tuple) else str(value)
 
 
@@ -122,7 +125,7 @@ def between(first: Any, second: Any, part: float) -> Any:
         NoLine: there is none, or it has no whole number there.
 
     >>> between((2, "x", Operand((2, 8), (8, 1), "float32")), (4, "x", Operand((4, 8), (8, 1), "float32")), 0.5)
-    (3, 'x', Operand(shape=(3, 8), stride=(8, 1), dtype='float32', distance_bytes=None))
+    (3, 'x', Operand(shape=(3, 8), stride=(8, 1), dtype='float32', distance_bytes=None, zero_part=0.0))
     """
     if type(first) is type(second):
         if isinstance(first, Operand | OperatorCall):

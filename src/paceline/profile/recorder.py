@@ -74,6 +74,7 @@ class WorkRecorder(TorchDispatchMode):
     """Counts what runs inside `with recorder:`, on fake or on real tensors alike.
 
     Tensors that exist before (parameters, buffers, the batch) are not counted when they are given to `ignore`.
+    batches: such as the one that it sees, until the data come again.
     The storages of gradients are left out of all levels, from their first moment on: who holds gradients, and how
     long, is the strategies' business.
     """
@@ -82,6 +83,7 @@ class WorkRecorder(TorchDispatchMode):
     work: dict[StepPosition, Tallied] = field(default_factory=lambda: defaultdict(Tallied))
     outputs: dict[int, int] = field(default_factory=dict)
     gradients: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    batches: float = math.inf
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -125,6 +127,13 @@ class WorkRecorder(TorchDispatchMode):
         if gradient is not None and _has_storage(gradient):
             serial, _ = self._alive.get(gradient.untyped_storage()._cdata, (-1, None))
             self._gradient_serials.add(serial)
+
+    def note_state(self, gradient: torch.Tensor | None, state: Iterable[torch.Tensor]) -> None:
+        """What an optimizer keeps of a gradient is zero where the gradient always is."""
+        if gradient is not None and _has_storage(gradient):
+            for tensor in state:
+                if tensor.shape == gradient.shape:
+                    self._distances.note_zeros(tensor, self._distances.zero_part(gradient))
 
     def note_kept(self) -> None:
         """Autograd keeps a tensor now: what was counted here so far is done again where a forward runs twice."""
@@ -187,6 +196,8 @@ class WorkRecorder(TorchDispatchMode):
         flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
         tallied.calls.append(self._distances.call(self.place, func, args, kwargs, flops, num_bytes))
         self._distances.touch(self.place, (*inputs, *outputs))
+        if func._overloadpacket == aten.embedding_dense_backward:
+            self._distances.note_zeros(result, 1 - self.batches * args[1].numel() / result.shape[0])
         if formula is not None:
             tallied.flops += flops
             tallied.products += products_of(func._overloadpacket, args, kwargs, result)
@@ -231,11 +242,22 @@ class Distances:
     def __init__(self) -> None:
         self.touched = 0.0
         self._last: dict[int, tuple[float, Direction]] = {}
+        self._zero_parts: dict[int, float] = {}
+
+    def note_zeros(self, tensor: torch.Tensor, part: float) -> None:
+        """This part of its values is zero and stays so, if all samples have as many tokens as those that are seen; in
+        eighths, so that few operators are timed."""
+        if part >= 1 / 8:
+            self._zero_parts[tensor.untyped_storage()._cdata] = math.floor(8 * part) / 8
+
+    def zero_part(self, tensor: torch.Tensor) -> float:
+        return self._zero_parts.get(tensor.untyped_storage()._cdata, 0.0)
 
     def forget(self, made: Iterable[torch.Tensor]) -> None:
         """Of storages that are new, at addresses where others may have been."""
         for t in made:
             self._last.pop(t.untyped_storage()._cdata, None)
+            self._zero_parts.pop(t.untyped_storage()._cdata, None)
 
     def touch(self, place: StepPosition, tensors: Iterable[torch.Tensor]) -> None:
         """In one operator."""
@@ -264,7 +286,8 @@ class Distances:
             touched, direction = self._last.get(value.untyped_storage()._cdata, (0.0, None))
             return Operand(tuple(map(int, value.shape)), tuple(map(int, value.stride())),
                            str(value.dtype).removeprefix("torch."),
-                           self.touched - touched if direction == place.direction else None)
+                           self.touched - touched if direction == place.direction else None,
+                           self.zero_part(value))
         if isinstance(value, tuple | list):
             return tuple(self._noted(part, place) for part in value)
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,6 +32,7 @@ from paceline.profile.blocks import CalledAgain, NotStoodFor, Repeats, unit_of
 from paceline.profile.calls import NO_CALLS, OperatorCall, OperatorCalls
 from paceline.profile.chains import Chain, left_out
 from paceline.profile.fakes import FakeModel, convertible
+from paceline.profile.named import step_of
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.profile.recorder import Levels, SparedScores, StepPosition, Tallied, WorkRecorder, follow
 from paceline.profile.updates import let_fuse
@@ -326,7 +328,8 @@ def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, 
 
     inputs, target = mapped(taken, batch)
     units = find_units(model)
-    recorder = WorkRecorder()
+    recorder = WorkRecorder(batches=len(job.data) / samples if isinstance(job.data, Sized) and step_of(job) is None
+                            else math.inf)
     model.train()
     repeats = Repeats(units if whole else {}, lambda: recorder.place.segment)
     chains = whole.chains or () if whole else ()
@@ -417,6 +420,9 @@ def _trace_update(job: Job, named: list[tuple[str, nn.Parameter]], recorder: Wor
         let_fuse(optimizer)
         with _gradients_of_more(named, repeats, [units[0] for units in repeats.kinds.values()]):
             optimizer.step()
+        for p in _zero_where_gradients_are(optimizer):
+            recorder.note_state(p.grad, [t for t in tree_leaves(optimizer.state.get(p, {}))
+                                         if isinstance(t, torch.Tensor)])
         for number, more in enumerate([[], *([units[0]] for units in repeats.kinds.values())]):
             with _gradients_of_more(named, repeats, more):
                 recorder.move_to(StepPosition(number, "update"))
@@ -428,6 +434,14 @@ def _trace_update(job: Job, named: list[tuple[str, nn.Parameter]], recorder: Wor
         return None
     parameter_of = dict(named)
     return {name: _state_bytes(optimizer, parameter_of[repeats.traced(name)]) for name, _ in named}
+
+
+def _zero_where_gradients_are(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """Parameters of which the optimizer's state stays zero where the gradient does: of Adam's two moments, unless decay
+    is added to the gradient."""
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) else ():
+        if not group["weight_decay"] or group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
+            yield from group["params"]
 
 
 @contextmanager
