@@ -238,12 +238,14 @@ def test_cpu_ranks_keep_a_buffer_for_gatherings_and_one_for_reductions():
 
 
 def test_large_parameters_that_are_gathered_leave_holes():
-    """Twice their bytes; not small ones, nor those that have pages of their own."""
+    """Twice their bytes; not small ones, nor those that have pages of their own. And twice the largest shard's gradient
+    is left by the update."""
     sizes = {"a": 2**20, "b": 8 * 2**20, "head": 40 * 2**20}
     profile = replace(PROFILE, parameters=tuple(replace(p, num_bytes=sizes[p.name])
                                                 for p in PROFILE.parameters))
     program = step_program(profile, Plan.parse("shard=2"), "cpu", (1.0,))
-    assert sum(e.num_bytes for e in program if isinstance(e, Allocate) and e.ledger == HOLES_ADDED) == 2 * sizes["b"]
+    assert sum(e.num_bytes for e in program if isinstance(e, Allocate) and e.ledger == HOLES_ADDED) == (
+        2 * sizes["b"] + 2 * sizes["head"] / 2)
 
 
 def test_stages_hold_less_from_one_to_three():
@@ -324,7 +326,27 @@ def test_gradients_that_are_added_leave_holes_in_a_heap_that_is_kept():
     """As much for every later micro-batch."""
     alone, twice, thrice = (highest("single", *[1.0] * count).get(HOLES_ADDED, 0) for count in (1, 2, 3))
 
-    assert alone == 0 < twice and thrice == pytest.approx(2 * twice)
+    assert twice > alone and thrice - alone == pytest.approx(2 * (twice - alone))
+
+
+@pytest.mark.parametrize(("text", "gradients"), [("single", 2), ("data=2", 1)])
+def test_an_update_leaves_holes_in_a_heap_that_is_kept(text: str, gradients: int):
+    """Of gradients that are let go of or stay, and of what it makes; none where gradients have pages of their own."""
+    small = replace(PROFILE, update_peak_bytes=7)
+    large = replace(small, parameters=tuple(replace(p, num_bytes=OWN_PAGES_FROM_BYTES) for p in small.parameters))
+
+    def left(profile: Profile, kind: str = "cpu") -> float:
+        """Before the first forward, so that they are there at the peak."""
+        events = step_program(profile, Plan.parse(text), kind, (1.0,))
+        forward = next(k for k, event in enumerate(events) if isinstance(event, Compute))
+        return sum(event.num_bytes for event in events[:forward]
+                   if isinstance(event, Allocate) and event.ledger == HOLES_ADDED)
+
+    assert left(small) == pytest.approx(gradients * UNIT + 7)
+    assert left(large) == left(small, "cuda") == 0
+    one_large = replace(small, update_peak_bytes=OWN_PAGES_FROM_BYTES, parameters=(
+        large.parameters[0], *small.parameters[1:]))
+    assert left(one_large) == pytest.approx((gradients + 1) * UNIT)  # of the largest of the others
 
 
 @pytest.mark.parametrize(("num_bytes", "leaves"), [(OWN_PAGES_FROM_BYTES - 4, True), (OWN_PAGES_FROM_BYTES, False)])
@@ -332,9 +354,12 @@ def test_a_large_gradient_that_is_added_has_pages_of_its_own(num_bytes: int, lea
     """They go back to the system with it."""
     large = tuple(replace(parameter, num_bytes=num_bytes) for parameter in PROFILE.parameters)
 
-    events = step_program(replace(PROFILE, parameters=large), Plan.parse("single"), "cpu", (1.0, 1.0))
+    once, twice = (step_program(replace(PROFILE, parameters=large), Plan.parse("single"), "cpu", (1.0,) * count)
+                   for count in (1, 2))
+    left = [sum(event.num_bytes for event in events if isinstance(event, Allocate) and event.ledger == HOLES_ADDED)
+            for events in (once, twice)]
 
-    assert any(isinstance(event, Allocate) and event.ledger == HOLES_ADDED for event in events) is leaves
+    assert (left[1] > left[0]) is leaves
 
 
 @pytest.mark.parametrize(("text", "kind", "count"), [

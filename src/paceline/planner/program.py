@@ -9,7 +9,7 @@ from typing import get_args
 from paceline.cluster import DeviceKind
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
-from paceline.simulate.allocator import holes_of_added
+from paceline.simulate.allocator import holes_of_added, holes_of_update
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, Repeat, free
 from paceline.software import PACELINE, Software
 from paceline.strategies.costs import (
@@ -156,6 +156,9 @@ class _OneDevice:
         yield Allocate("parameters", self.step.total(self.footprint.parameters) + self.profile.buffer_bytes)
         yield Allocate("optimizer", self.step.total(self.footprint.state))
         yield Allocate("gradients", self.step.total(self.footprint.gradients) if self.footprint.gradients_kept else 0)
+        yield from holes_of_update(  # of the step before
+            self.step.device_kind, self.footprint.gradients.values(),
+            self.profile.update_peak_bytes * self._updated_part(), keeps_gradients=self.footprint.gradients_kept)
 
     def begin(self, point: HookPoint) -> Iterable[Event]:
         yield Allocate("activations", self.profile.batch_bytes.at(self.step.samples(point)))
@@ -203,8 +206,7 @@ class _OneDevice:
                 yield Collective("all_reduce", 8 * values, replicas, name="statistics", stream=COMPUTE)
 
     def update(self, point: HookPoint) -> Iterable[Event]:
-        whole_bytes = self.step.total(self.gradient_bytes)
-        part = self.step.total(self.footprint.gradients) / whole_bytes if whole_bytes else 0.0
+        part = self._updated_part()
         passes = self.step.software.update_passes
         yield Allocate("optimizer", self.profile.update_peak_bytes * part)
         work = compute(self.profile.update, samples=0, part="optimizer")
@@ -212,6 +214,11 @@ class _OneDevice:
                       operators=work.operators, fixed_s=self.step.software.step_s, part="optimizer",
                       calls=tuple((call, count * part) for call, count in work.calls) if part != 1 else work.calls)
         yield free("optimizer", self.profile.update_peak_bytes * part)
+
+    def _updated_part(self) -> float:
+        """Of all gradients, what this rank updates with."""
+        whole_bytes = self.step.total(self.gradient_bytes)
+        return self.step.total(self.footprint.gradients) / whole_bytes if whole_bytes else 0.0
 
     def save(self, point: HookPoint) -> Iterable[Event]:
         """A checkpoint is written in the background from a copy in the host's memory."""

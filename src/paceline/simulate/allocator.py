@@ -6,7 +6,7 @@ Rooms say what is allocated and freed. What that leaves behind on a kind of devi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from paceline.cluster import DeviceKind
@@ -29,6 +29,10 @@ OWN_PAGES_FROM_BYTES = 32 * 2**20
 # are put into its place. Measured as above. These holes have a ledger of their own, as ranks with a limit keep no heap.
 HOLES_ADDED = "holes of a kept heap"
 CPU_HOLES_ADDED = 0.2
+# Holes that an update leaves: of what it makes for a moment, and so many largest gradients, where gradients are let go
+# of in every step and where their memory is kept. What is made next, of other sizes, is put into their places. Measured
+# as above.
+CPU_HOLES_UPDATED, CPU_HOLES_UPDATED_KEPT = 2.0, 1.0
 # Holes that parameters leave which are gathered and let go again and again, a byte of them: of those that take 4 MiB or
 # more whole. Smaller ones share what is free. Measured as above.
 CPU_HOLES_GATHERED, GATHERED_FROM_BYTES = 2.0, 4 * 2**20
@@ -101,6 +105,15 @@ def holes_of_added(kind: DeviceKind, num_bytes: float) -> Iterable[Event]:
     """What a gradient leaves behind that was added to another one and is given back."""
     if kind == "cpu" and num_bytes < OWN_PAGES_FROM_BYTES:
         yield Allocate(HOLES_ADDED, CPU_HOLES_ADDED * num_bytes)
+
+
+def holes_of_update(kind: DeviceKind, gradient_bytes: Collection[float], made_bytes: float, *,
+                    keeps_gradients: bool) -> Iterable[Event]:
+    """What an update leaves behind. gradient_bytes: of each. made_bytes: what it makes for a moment."""
+    if kind == "cpu" and (largest_bytes := max(gradient_bytes, default=0.0)):
+        leaving_bytes = max((each for each in gradient_bytes if each < OWN_PAGES_FROM_BYTES), default=0.0)
+        times = CPU_HOLES_UPDATED_KEPT if keeps_gradients else CPU_HOLES_UPDATED
+        yield Allocate(HOLES_ADDED, (times + made_bytes / largest_bytes) * leaving_bytes)
 
 
 def holes_of_freed(kind: DeviceKind, num_bytes: float) -> Iterable[Event]:
