@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from benchmarks.regret.held_out import HELD_OUT_JOBS
 from benchmarks.regret.jobs import JOBS
 from benchmarks.regret.pace import Pace
 from benchmarks.turns import warn_if_busy
@@ -43,6 +44,7 @@ from paceline.runtime.loop import Settings
 from paceline.strategies.compose import load
 from paceline.verbs.planning import Answer, plan
 
+CASES = {**JOBS, **HELD_OUT_JOBS}
 MOST_PLANS = 20  # of a job
 MOST_TIMES = 8  # the fastest plan's step, as predicted: a plan with steps of 20 s would take most of the time
 CALIBRATE_S = 120.0  # enough for a plan of each kind, and some far from those
@@ -140,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warn_if_busy()
     results, pace = _kept_results(options.json), Pace()
     for name in options.jobs or [name for name in JOBS if name not in results]:
-        with _threads(JOBS[name].threads):
+        with _threads(CASES[name].threads):
             results[name] = _measure(name, options, pace)
         print(_job_table(name, results[name]), flush=True)
         if options.json:
@@ -185,7 +187,8 @@ def _machine() -> str:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.regret")
-    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), metavar="NAME")
+    parser.add_argument("--jobs", nargs="+", choices=list(CASES), metavar="NAME",
+                        help="by default those of jobs.py; those of held_out.py when they are named")
     parser.add_argument("--plans", type=int, default=MOST_PLANS, help="of a job, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, as far as the prediction is right")
@@ -197,7 +200,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _measure(name: str, options: argparse.Namespace, pace: Pace) -> JobResult:
     """Its plans, with what they took."""
-    case = JOBS[name]
+    case = CASES[name]
     job, cluster = case.make(), case.cluster
     pace.wait_until_usual()
     before = plan(job, cluster, calibrate_s=0)
@@ -262,7 +265,7 @@ def _run(measured: Measured, job: Job, memory: str | None, seconds: float, *,
 def _job_table(name: str, result: JobResult) -> str:
     titles = (f"{'ms':>8} {'alone':>8} {'off':>6} {'predicted':>9} {'off':>6} {'noise':>6} {'MiB':>7} "
               f"{'predicted':>9} {'off':>6}")
-    lines = [f"\n{name}, {JOBS[name].num_devices} devices; chosen: {result.chosen}", f"{'plan':<58} {titles}"]
+    lines = [f"\n{name}, {CASES[name].num_devices} devices; chosen: {result.chosen}", f"{'plan':<58} {titles}"]
     for measured in sorted(result.run, key=lambda measured: measured.time_s):
         memory_bytes = statistics.median(measured.memory_bytes)
         times = (f"{1e3 * measured.time_s:>8.2f} {1e3 * measured.alone_s:>8.2f} {100 * measured.alone_error:>+5.0f}% "

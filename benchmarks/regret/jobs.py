@@ -128,8 +128,8 @@ def _decoder(size: DecoderSize, batch: int) -> Callable[[], pl.Job]:
                           batch=batch, steps=STEPS)
 
 
-def _job(model: Callable[[], nn.Module], data: Callable[[], Rows], optimizer: Callable[[object], torch.optim.Optimizer],
-         batch: int) -> Callable[[], pl.Job]:
+def classifier(model: Callable[[], nn.Module], data: Callable[[], Rows],
+               optimizer: Callable[[object], torch.optim.Optimizer], batch: int) -> Callable[[], pl.Job]:
     return lambda: pl.Job(model=model, data=data(), loss=F.cross_entropy, optimizer=optimizer, batch=batch,
                           steps=STEPS)
 
@@ -175,18 +175,19 @@ SMALL_JOBS: dict[str, Case] = {
 }
 # Of other classes than those above, on which nothing was fitted.
 OTHER_JOBS: dict[str, Case] = {
-    "convolutions": Case(2, _job(lambda: _convolutions(64), lambda: numbers(3, 32, 32), momentum, 32)),
-    "plain SGD, 4096 wide": Case(2, _job(lambda: perceptron(4096, 3), lambda: numbers(64), sgd, 128)),
-    "two towers": Case(2, _job(Towers, lambda: numbers(3, 32, 32), momentum, 64)),
-    "encoder, 256 wide": Case(2, _job(lambda: Reader(256, 256, *(_layer() for _ in range(4))), lambda: words(256, 64),
-                                  adamw, 16)),
-    "embeddings": Case(2, _job(lambda: Reader(50_000, 128, nn.Linear(128, 128)), lambda: words(50_000, 64), adamw, 64)),
-    "LSTM": Case(2, _job(lambda: Reader(256, 256, nn.LSTM(256, 256, 2, batch_first=True)), lambda: words(256, 64),
-                         adamw, 16)),
+    "convolutions": Case(2, classifier(lambda: _convolutions(64), lambda: numbers(3, 32, 32), momentum, 32)),
+    "plain SGD, 4096 wide": Case(2, classifier(lambda: perceptron(4096, 3), lambda: numbers(64), sgd, 128)),
+    "two towers": Case(2, classifier(Towers, lambda: numbers(3, 32, 32), momentum, 64)),
+    "encoder, 256 wide": Case(2, classifier(
+        lambda: Reader(256, 256, *(_layer() for _ in range(4))), lambda: words(256, 64), adamw, 16)),
+    "embeddings": Case(2, classifier(
+        lambda: Reader(50_000, 128, nn.Linear(128, 128)), lambda: words(50_000, 64), adamw, 64)),
+    "LSTM": Case(2, classifier(
+        lambda: Reader(256, 256, nn.LSTM(256, 256, 2, batch_first=True)), lambda: words(256, 64), adamw, 16)),
 }
 # 268 million parameters: a step needs 4.3 GB on one device.
 LARGE_JOBS: dict[str, Case] = {
-    "perceptron, 8192 wide": Case(2, _job(lambda: perceptron(8192, 4), lambda: numbers(64), adamw, 8)),
+    "perceptron, 8192 wide": Case(2, classifier(lambda: perceptron(8192, 4), lambda: numbers(64), adamw, 8)),
 }
 # With a limit of memory that one device needs more than; and with one core for each rank, where one does not win.
 SPLIT_JOBS: dict[str, Case] = {
