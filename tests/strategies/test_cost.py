@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import PlanError
+from paceline.launch.heap import KEPT_BLOCK_BYTES
 from paceline.planner.program import moments, step_program
 from paceline.plans import Plan
 from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
-from paceline.simulate.allocator import HOLES_ADDED, OWN_PAGES_FROM_BYTES
+from paceline.simulate.allocator import HOLES_ADDED
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
 from paceline.software import PACELINE, Software
 from paceline.strategies.recompute.cost import KEPT_TENSOR_S, RECOMPUTED_S
@@ -333,7 +334,7 @@ def test_gradients_that_are_added_leave_holes_in_a_heap_that_is_kept():
 def test_an_update_leaves_holes_in_a_heap_that_is_kept(text: str, gradients: int):
     """Of gradients that are let go of or stay, and of what it makes; none where gradients have pages of their own."""
     small = replace(PROFILE, update_peak_bytes=7)
-    large = replace(small, parameters=tuple(replace(p, num_bytes=OWN_PAGES_FROM_BYTES) for p in small.parameters))
+    large = replace(small, parameters=tuple(replace(p, num_bytes=KEPT_BLOCK_BYTES) for p in small.parameters))
 
     def left(profile: Profile, kind: str = "cpu") -> float:
         """Before the first forward, so that they are there at the peak."""
@@ -344,12 +345,12 @@ def test_an_update_leaves_holes_in_a_heap_that_is_kept(text: str, gradients: int
 
     assert left(small) == pytest.approx(gradients * UNIT + 7)
     assert left(large) == left(small, "cuda") == 0
-    one_large = replace(small, update_peak_bytes=OWN_PAGES_FROM_BYTES, parameters=(
+    one_large = replace(small, update_peak_bytes=KEPT_BLOCK_BYTES, parameters=(
         large.parameters[0], *small.parameters[1:]))
     assert left(one_large) == pytest.approx((gradients + 1) * UNIT)  # of the largest of the others
 
 
-@pytest.mark.parametrize(("num_bytes", "leaves"), [(OWN_PAGES_FROM_BYTES - 4, True), (OWN_PAGES_FROM_BYTES, False)])
+@pytest.mark.parametrize(("num_bytes", "leaves"), [(KEPT_BLOCK_BYTES - 4, True), (KEPT_BLOCK_BYTES, False)])
 def test_a_large_gradient_that_is_added_has_pages_of_its_own(num_bytes: int, leaves: bool):
     """They go back to the system with it."""
     large = tuple(replace(parameter, num_bytes=num_bytes) for parameter in PROFILE.parameters)

@@ -14,6 +14,9 @@ import psutil
 # time that giving back may take, as a part. It took 3 to 10 ms for heaps of 200 to 280 MiB, and the pages that a step
 # needs again 15 ms; see docs/memory.md.
 LOOK_EVERY_S, MOST_GROWTH, TIME_SHARE = 10.0, 0.1, 0.005
+# From which on a block has pages of its own, which are new each time: in a heap that keeps what is freed (the greatest
+# that glibc's own adjustment comes to), and in one that gives it back.
+KEPT_BLOCK_BYTES, GIVEN_BACK_BLOCK_BYTES = 32 * 2**20, 2**20
 
 
 def set_up_heap(*, keep: bool) -> None:
@@ -26,9 +29,8 @@ def set_up_heap(*, keep: bool) -> None:
     if not is_set_by_user():
         with contextlib.suppress(OSError, AttributeError):
             mallopt = ctypes.CDLL("libc.so.6").mallopt
-            # M_MMAP_THRESHOLD: the greatest that glibc's own adjustment comes to, or a MiB; M_TRIM_THRESHOLD
-            mallopt(-3, 32 * 2**20 if keep else 2**20)
-            mallopt(-1, 2**31 - 1 if keep else 2**20)
+            mallopt(-3, KEPT_BLOCK_BYTES if keep else GIVEN_BACK_BLOCK_BYTES)  # M_MMAP_THRESHOLD
+            mallopt(-1, 2**31 - 1 if keep else GIVEN_BACK_BLOCK_BYTES)  # M_TRIM_THRESHOLD
 
 
 def is_set_by_user() -> bool:

@@ -17,11 +17,12 @@ from paceline.catalogue import Accelerator, named_by_driver
 from paceline.cluster import Cluster, Device, Network, threads_of_a_rank, usable_cores
 from paceline.errors import PlanError
 from paceline.job import Precision
+from paceline.launch.heap import GIVEN_BACK_BLOCK_BYTES, KEPT_BLOCK_BYTES
 from paceline.planner.program import step_program
 from paceline.planner.resolve import devices_of
 from paceline.plans import Plan
 from paceline.profile.cache import OLD_S
-from paceline.profile.device import GIVEN_BACK_BLOCK_BYTES, KEPT_BLOCK_BYTES, DeviceRates, measure_device
+from paceline.profile.device import DeviceRates, measure_device
 from paceline.profile.operators import operator_times
 from paceline.profile.profile import Profile
 from paceline.runtime.order import split

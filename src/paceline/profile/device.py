@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.cluster import DeviceKind
 from paceline.job import AUTOCAST, Precision
 from paceline.launch.fork import apart_from_cuda
+from paceline.launch.heap import KEPT_BLOCK_BYTES
 from paceline.profile import cache
 from paceline.profile.fusion import saved_s
 
@@ -40,9 +41,6 @@ THREAD_EFFICIENCY = 0.9
 # gradients are let go of, figures are read. The first was fitted on `single` of eight jobs of 4 to 160 ms a step, the
 # second on six nets of 1 to 8 ms; see docs/formulas.md.
 IN_A_STEP, BESIDE_OPERATORS_S = 1.06, 1.2e-3
-# From which on a block of a CPU rank's memory has pages of its own, which are new each time: of a heap that keeps what
-# is freed, and of one that gives it back; see `launch/heap.py`.
-KEPT_BLOCK_BYTES, GIVEN_BACK_BLOCK_BYTES = 32 * 2**20, 2**20
 FIGURES = ("flops_per_s", "bf16_flops_per_s", "memory_bytes_per_s", "function_bytes_per_s", "operator_s")  # kept
 ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "float64": 8}
 

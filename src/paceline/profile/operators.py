@@ -83,10 +83,6 @@ class OperatorTimes:
         seconds = self._known.get(_key(call), CANT)
         return None if seconds == CANT else seconds
 
-    def knows(self, calls: Iterable[OperatorCall]) -> bool:
-        """Whether all of them were timed, or can't be."""
-        return all(call.operator == UNKNOWN or _key(call) in self._known for call in calls)
-
     def measure(self, calls: Iterable[OperatorCall]) -> None:
         """Time those that are not known yet. Times that were taken while other work had the cores count in this process
         and are not kept."""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from paceline.cluster import DeviceKind
+from paceline.launch.heap import KEPT_BLOCK_BYTES
 from paceline.simulate.play import Timeline
 from paceline.simulate.program import Allocate, Event
 
@@ -23,8 +24,6 @@ CPU_HOLES_LEAN = 0.1  # of a rank with a memory limit, whose large tensors have 
 # What the heap keeps of bytes that recomputation lets go, in holes too small for what comes next. Measured on byte GPTs
 # of 4 and 12 layers, as above.
 CPU_HOLES_LEFT = 0.5
-# Larger tensors have pages of their own and leave no holes: `launch/heap.py` sets this threshold.
-OWN_PAGES_FROM_BYTES = 32 * 2**20
 # Holes that a gradient leaves in a heap that is kept, when it was added to another and is given back: smaller things
 # are put into its place. Measured as above. These holes have a ledger of their own, as ranks with a limit keep no heap.
 HOLES_ADDED = "holes of a kept heap"
@@ -103,7 +102,7 @@ Allocator = CpuHeap | CudaCaching
 
 def holes_of_added(kind: DeviceKind, num_bytes: float) -> Iterable[Event]:
     """What a gradient leaves behind that was added to another one and is given back."""
-    if kind == "cpu" and num_bytes < OWN_PAGES_FROM_BYTES:
+    if kind == "cpu" and num_bytes < KEPT_BLOCK_BYTES:
         yield Allocate(HOLES_ADDED, CPU_HOLES_ADDED * num_bytes)
 
 
@@ -111,7 +110,7 @@ def holes_of_update(kind: DeviceKind, gradient_bytes: Collection[float], made_by
                     keeps_gradients: bool) -> Iterable[Event]:
     """What an update leaves behind. gradient_bytes: of each. made_bytes: what it makes for a moment."""
     if kind == "cpu" and (largest_bytes := max(gradient_bytes, default=0.0)):
-        leaving_bytes = max((each for each in gradient_bytes if each < OWN_PAGES_FROM_BYTES), default=0.0)
+        leaving_bytes = max((each for each in gradient_bytes if each < KEPT_BLOCK_BYTES), default=0.0)
         times = CPU_HOLES_UPDATED_KEPT if keeps_gradients else CPU_HOLES_UPDATED
         yield Allocate(HOLES_ADDED, (times + made_bytes / largest_bytes) * leaving_bytes)
 
@@ -126,7 +125,7 @@ def holes_of_gathered(kind: DeviceKind, tensor_bytes: Iterable[float]) -> Iterab
     """What parameters leave behind that are gathered in every step. tensor_bytes: of each, whole."""
     if kind == "cpu":
         yield Allocate(HOLES_ADDED, CPU_HOLES_GATHERED * sum(
-            num_bytes for num_bytes in tensor_bytes if GATHERED_FROM_BYTES <= num_bytes < OWN_PAGES_FROM_BYTES))
+            num_bytes for num_bytes in tensor_bytes if GATHERED_FROM_BYTES <= num_bytes < KEPT_BLOCK_BYTES))
 
 
 def holes_of_exchanged(kind: DeviceKind, kept_bytes: float) -> Iterable[Event]:

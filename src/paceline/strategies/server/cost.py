@@ -25,6 +25,7 @@ SERVER_PASSES = 3
 # Of a core, for each message that a process sends or takes: threads of CPU workers took 9 to 19 ms a step beside the
 # update for 76 to 156 messages (GPT 128 wide, two towers, a wide perceptron; one and two servers in two workers).
 MESSAGE_S = 1e-4
+WITHOUT_STATISTICS = "GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan"
 PUSHED, PULLED, WEIGHTS = "pushed", "pulled", "weights"
 
 
@@ -37,7 +38,7 @@ def enter(step: Step) -> Hooks:
     assert isinstance(sync, Servers)
     if step.profile.statistics_bytes:
         raise PlanError("training changes the model's running statistics, and servers keep trained parameters alone",
-                        hint="GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan")
+                        hint=WITHOUT_STATISTICS)
     is_stale = sync.staleness != 0
     sent_bytes = {p.name: p.gradient_bytes * sent_part(p.dtype, step.plan.modifiers.compress)
                   for p in step.profile.parameters if p.trainable}

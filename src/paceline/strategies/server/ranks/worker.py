@@ -31,6 +31,7 @@ from paceline.runtime.state_at_rest import StateAtRest, of_updates
 from paceline.runtime.stepper import Stepper
 from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
+from paceline.strategies.server.cost import WITHOUT_STATISTICS
 from paceline.strategies.server.exchange.arrive import WeightArrivals
 from paceline.strategies.server.exchange.connection import Pusher, ServerConnection
 from paceline.strategies.server.exchange.rows import Rows, tables
@@ -312,7 +313,7 @@ class Worker:
             else not torch.equal(seen.value, now[name]))]
         if changed := changed or self.stepper.attributes.changed_tensors():
             raise JobError(f"training changes '{changed[0]}', and servers keep trained parameters alone",
-                           hint="GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan")
+                           hint=WITHOUT_STATISTICS)
         if not self.has_looked_at_attributes and (attributes := list(self.stepper.attributes.changed())):
             logger.warning("training changes the attribute '%s', which servers don't save: a resumed run begins with "
                            "its first value", attributes[0])
