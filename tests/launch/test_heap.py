@@ -14,7 +14,15 @@ from torch.utils.data import TensorDataset
 
 from paceline import Job, train
 from paceline.launch.fork import in_a_fork
-from paceline.launch.heap import LOOK_EVERY_S, TIME_SHARE, KeptHeap, set_up_heap, trim_heap
+from paceline.launch.heap import (
+    GIVEN_BACK_BLOCK_BYTES,
+    KEPT_BLOCK_BYTES,
+    LOOK_EVERY_S,
+    TIME_SHARE,
+    KeptHeap,
+    set_up_heap,
+    trim_heap,
+)
 
 MIB = 2**20
 
@@ -90,6 +98,29 @@ def test_gpu_ranks_have_no_such_heap():
     rank.live(2 * LOOK_EVERY_S)
 
     assert rank.looks == [100, 200]
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc's `mallinfo2` says."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap: run on Linux")
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("num_bytes", [GIVEN_BACK_BLOCK_BYTES // 2, 2 * GIVEN_BACK_BLOCK_BYTES, 2 * KEPT_BLOCK_BYTES])
+def test_blocks_beyond_the_threshold_have_pages_of_their_own(keep: bool, num_bytes: int):
+    def own_pages() -> bool:
+        set_up_heap(keep=keep)
+        libc = ctypes.CDLL("libc.so.6")
+        libc.malloc.restype, libc.malloc.argtypes, libc.mallinfo2.restype = (
+            ctypes.c_void_p, [ctypes.c_size_t], Mallinfo)
+        before = libc.mallinfo2().hblkhd
+        assert libc.malloc(num_bytes)
+        return bool(libc.mallinfo2().hblkhd - before >= num_bytes)
+
+    assert in_a_fork(own_pages) == (num_bytes >= (KEPT_BLOCK_BYTES if keep else GIVEN_BACK_BLOCK_BYTES))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap: run on Linux")
