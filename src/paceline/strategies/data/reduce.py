@@ -85,14 +85,11 @@ class InSharedMemory:
         self._wait_for_all()
         self.sent_bytes += sum(all_reduce_bytes(flat.nbytes, dist.get_world_size(self.group)) for flat in self.memory)
         for blocks in self.blocks:
-            total = torch.empty_like(blocks[0][0]) if blocks else None
-            for parts in blocks:
-                sums = total[:len(parts[0])]  # type: ignore[index]
-                torch.add(parts[0], parts[1], out=sums)
-                for part in parts[2:]:
-                    sums.add_(part)
-                for part in parts:
-                    part.copy_(sums)
+            for total, *others in blocks:
+                for part in others:
+                    total.add_(part)
+                for part in others:
+                    part.copy_(total)
         self._wait_for_all()
 
     def _wait_for_all(self) -> None:
