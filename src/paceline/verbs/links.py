@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from paceline.cluster import LOOPBACK, Cluster, DeviceKind, Link, usable_cores
 from paceline.launch.context import RankContext
@@ -109,7 +110,8 @@ def _rank_times(context: RankContext) -> tuple[float, float, float, float, str]:
     """A link's figures, as this rank sees them, and where they come from. Collective over the default group.
 
     Each is a mean, because a step has many collectives, and one in ten takes several times as long as the median. Of
-    rounds the faster one counts: whatever else uses the machine only makes them slower.
+    rounds the faster one counts: whatever else uses the machine only makes them slower. The rate is that of gatherings
+    one after another: ranks that compute before them come late by as much as a large one takes.
     """
     import torch
     import torch.distributed as dist
@@ -143,8 +145,9 @@ def _rank_times(context: RankContext) -> tuple[float, float, float, float, str]:
     late_s = max(0.0, min(waits_s(MANY_PRODUCTS) for _ in range(ROUNDS)) - wait_s)
     group, tiny = dist.group.WORLD, torch.zeros(n)
     assert group is not None
-    moving_s = max(0.0, each_s(LARGE, lambda: gather_in_place(whole, group))
-                   - each_s(LARGE, lambda: gather_in_place(tiny, group)))
+    large_s, tiny_s = (min(each_s(LARGE, partial(gather_in_place, tensor, group), 0) for _ in range(ROUNDS))
+                       for tensor in (whole, tiny))
+    moving_s = max(0.0, large_s - tiny_s)
     bytes_per_s = (n - 1) / n * whole.nbytes / moving_s if moving_s else LOOPBACK.bytes_per_s
     return bytes_per_s, LOOPBACK.latency_s, wait_s, late_s, "measured" if is_quiet else BUSY
 
