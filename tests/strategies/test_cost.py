@@ -135,14 +135,25 @@ def test_data_reduces_every_gradient_once_beside_backward():
 
 
 def test_cpu_ranks_sum_gradients_in_shared_memory_after_backward():
-    """Two meetings of no size, and between them every byte is read once and written once."""
+    """Two meetings of no size. Between them each of two ranks adds and copies half of all gradients: five of those are
+    read or written."""
     events = program("data=2", 1.0, 1.0)
     first, second = (i for i, e in enumerate(events) if isinstance(e, Collective) and e.num_bytes == 4)
     last_backward = max(i for i, e in enumerate(events) if isinstance(e, Compute) and e.flops)
 
     assert last_backward < first and second == first + 2
-    assert events[first + 1] == Compute(moved_bytes=2 * (2 * UNIT + ROOT))
+    assert events[first + 1] == Compute(moved_bytes=5 * (2 * UNIT + ROOT) / 2)
     assert not collectives("data=2", stream=NETWORK)
+
+
+def test_buckets_on_cpus_are_zeros_before_the_first_backward():
+    """Once a step, however many micro-batches there are; on GPUs a single backward leaves new gradients."""
+    def zeroed(kind) -> int:
+        events = program("data=2", 1.0, 1.0, kind=kind)
+        first = next(i for i, e in enumerate(events) if isinstance(e, Compute) and e.flops)
+        return events[:first].count(Compute(moved_bytes=2 * UNIT + ROOT))
+
+    assert zeroed("cpu") == 1 and zeroed("cuda") == 0
 
 
 def test_gradients_of_replicas_live_in_the_buckets():

@@ -18,6 +18,8 @@ _AT_THE_END = -1  # after the backward of every segment
 # Of the time of an all-reduce: gloo does not cut one number in parts. Two ranks waited 0.5 ms at one number, and 1.1 to
 # 1.4 ms at 16 to 65,536.
 ONE_NUMBER = 0.5
+# Tensors that an addition in place, and a copy, read and write.
+ADDED, COPIED = 3, 2
 
 
 def enter(step: Step) -> Hooks:
@@ -37,6 +39,11 @@ def enter(step: Step) -> Hooks:
         touched_bytes = gradient_bytes * (replicas - 1) / replicas if shared else 0
         residual_bytes = gradient_bytes if form in ("topk", "powersgd") else 0
         yield Allocate("communication", touched_bytes + (gradient_bytes if copied else 0) + residual_bytes)
+
+    def begin(point: HookPoint) -> Iterable[Event]:
+        """Backward on a CPU adds to zeros in the buckets."""
+        if point.microbatch == 0 and step.device_kind == "cpu":
+            yield Compute(moved_bytes=gradient_bytes)
 
     def send(segment: int, repeat: int = 1) -> Iterable[Event]:
         for bucket in leaving[segment]:
@@ -58,12 +65,13 @@ def enter(step: Step) -> Hooks:
                 yield from send(segment, step.profile.segments[segment].repeat if segment >= 0 else 1)
         if shared and gradient_bytes:
             yield Collective("all_reduce", 4, replicas, stream=COMPUTE, times=ONE_NUMBER)  # all are here
-            yield Compute(moved_bytes=2 * gradient_bytes)  # every rank's part is read, the sum written to every rank
+            # Of its part a rank adds to one what each other holds, and copies the sum to each.
+            yield Compute(moved_bytes=(ADDED + COPIED) * (replicas - 1) / replicas * gradient_bytes)
             yield Collective("all_reduce", 4, replicas, stream=COMPUTE, times=ONE_NUMBER)  # all are done
         yield Compute(moved_bytes=2 * gradient_bytes if copied else 0,
                       after=("buckets",) if gradient_bytes and not shared else ())
 
-    return {"start": start, "after_backward": after_backward, "done": done, "finish": finish}
+    return {"start": start, "begin": begin, "after_backward": after_backward, "done": done, "finish": finish}
 
 
 @dataclass(frozen=True, slots=True)
