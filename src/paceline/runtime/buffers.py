@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -100,8 +101,10 @@ class ChangingBuffers:
             setattr(module, key, number.item())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
-        return {**dict(self._model.named_buffers()), **(frozen if self._with_frozen else {})}
+        named = dict(self._model.named_buffers())
+        if self._with_frozen:
+            named |= {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+        return named
 
     def _learn(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
         """From now on these are met, where they have one shape on all replicas. Collective."""
@@ -165,8 +168,13 @@ def _has_changed(key: str, value: Any, before: MappingSnapshot) -> bool:
 def _kind(value: Any) -> float:
     """Differs where values can't be met: other types, shapes, or dtypes."""
     if isinstance(value, torch.Tensor):
-        return _hashed(f"{tuple(value.shape)} {value.dtype} {value.requires_grad}")
+        return _tensor_kind(tuple(value.shape), value.dtype, value.requires_grad)
     return _hashed(type(value).__name__)
+
+
+@lru_cache(maxsize=1024)  # asked of each changing buffer in each step
+def _tensor_kind(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> float:
+    return _hashed(f"{shape} {dtype} {requires_grad}")
 
 
 def _figure(value: Any) -> float:
