@@ -41,6 +41,8 @@ class Link:
         for each other to get one.
     late_s: What it takes beyond that where ranks have computed for some milliseconds since they met, and so come at
         different times (`LATE_AFTER_S` of `simulate/collectives.py`). In proportion where they computed for less.
+    small_s, small_late_s: The same two of a small all-reduce of CPU ranks (`strategies/host_all_reduce.py`), with its
+        messages; None where they are not known, and it counts as any other.
     source: Where the figures of a link between GPUs that are here come from, for people.
     """
 
@@ -48,6 +50,8 @@ class Link:
     latency_s: float
     wait_s: float = 0.0
     late_s: float = 0.0
+    small_s: float | None = None
+    small_late_s: float = 0.0
     source: str = field(default="", compare=False)
 
 

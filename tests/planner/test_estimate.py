@@ -62,13 +62,14 @@ def test_running_statistics_of_replicas_meet_twice(text, collectives):
     assert with_statistics - without == pytest.approx(collectives * 2 * 5e-3, abs=1e-6)
 
 
-def test_a_number_alone_takes_half_of_an_all_reduce():
-    """Replicas on CPUs meet over one number before and after they sum gradients, and once over figures of the step:
-    two hops of 5 ms each."""
-    step_s = [guess("data=2", replace(cluster(10_000, 10_000, kind="cpu"), link=Link(1e15, latency_s))).step_s
-              for latency_s in (0.0, 5e-3)]
+def test_replicas_on_cpus_meet_three_times_a_step():
+    """Before and after they sum gradients, and over figures of the step: two hops of 5 ms each where nothing is known
+    of small all-reduces, and 2 ms each where they take that."""
+    step_s = [guess("data=2", replace(cluster(10_000, 10_000, kind="cpu"), link=link)).step_s
+              for link in (Link(1e15, 0.0), Link(1e15, 5e-3), Link(1e15, 5e-3, small_s=2e-3))]
 
-    assert step_s[1] - step_s[0] == pytest.approx((0.5 + 0.5 + 1) * 2 * 5e-3)
+    assert step_s[1] - step_s[0] == pytest.approx(3 * 2 * 5e-3)
+    assert step_s[2] - step_s[0] == pytest.approx(3 * 2e-3)
 
 
 def test_statistics_are_those_of_batch_norms():

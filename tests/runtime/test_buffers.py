@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.job import Job
 from paceline.plans import Plan
+from paceline.runtime import buffers as meeting
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.loop import Settings, train_rank
 from paceline.strategies.compose import load
@@ -64,8 +65,8 @@ def test_many_buffers_meet_together(run_ranks: Callable[..., Any]):
         model = nn.Sequential(*(Counting() for _ in range(5)))
         buffers = ChangingBuffers(model)
         counts = []
-        reduce = dist.all_reduce
-        dist.all_reduce = lambda *args, **kwargs: (counts.append(1), reduce(*args, **kwargs))[1]
+        reduce = meeting.all_reduce
+        meeting.all_reduce = lambda *args, **kwargs: (counts.append(1), reduce(*args, **kwargs))[1]
         for has_unsynced in (True, False):  # the stepper's own all-reduce tells
             for module in model:
                 module.see(2.0 + context.rank)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.strategies.data import reduce
+from paceline.strategies import shared_memory
 from paceline.strategies.data.reduce import InSharedMemory, OverNetwork, Reduction, reduction
 
 # Less than a block, several blocks and a rest, nothing at all, fewer elements than ranks.
@@ -50,8 +50,9 @@ def test_shared_memory_sums_as_the_network_does(run_ranks: Callable[..., list[An
 def test_one_rank_without_shared_memory_sends_all_over_the_network(run_ranks: Callable[..., list[Any]],
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one on another host: all agree on the way."""
-    create = reduce._create
-    monkeypatch.setattr(reduce, "_create", lambda size, mark: None if dist.get_rank() == 1 else create(size, mark))
+    create = shared_memory._create
+    monkeypatch.setattr(shared_memory, "_create",
+                        lambda size, mark: None if dist.get_rank() == 1 else create(size, mark))
 
     def body(context: Any) -> list[Any]:
         made = reduction([torch.zeros(1)], [4], dist.group.WORLD)
@@ -66,8 +67,8 @@ def test_one_rank_without_shared_memory_sends_all_over_the_network(run_ranks: Ca
 def test_another_hosts_process_of_the_same_number_is_not_taken(run_ranks: Callable[..., list[Any]],
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """The mark in the memory is another."""
-    create = reduce._create
-    monkeypatch.setattr(reduce, "_create", lambda size, mark: create(size, mark + dist.get_rank()))
+    create = shared_memory._create
+    monkeypatch.setattr(shared_memory, "_create", lambda size, mark: create(size, mark + dist.get_rank()))
 
     def body(context: Any) -> bool:
         return isinstance(reduction([torch.zeros(1)], [4], dist.group.WORLD), OverNetwork)

@@ -63,8 +63,8 @@ def test_one_device_and_described_ones_stay(cluster: Cluster, measured: list[int
     assert with_links(cluster) == cluster and not measured
 
 
-@pytest.mark.parametrize("damage", [{"2": [0, 1e-4, 0, 0]}, {"2": [1e9]}, {"2": [1e9, 1e-4, 0]}, [1],
-                                    {"two": [1, 2, 3, 4]}])
+@pytest.mark.parametrize("damage", [{"2": [0, 1e-4, 0, 0, 0, 0]}, {"2": [1e9]}, {"2": [1e9, 1e-4, 0, 0]}, [1],
+                                    {"2": [1e9, 1e-4, None, 0, 0, 0]}, {"two": [1, 2, 3, 4, 5, 6]}])
 def test_a_damaged_cache_is_measured_again(measured: list[int], damage: object):
     cache.write(links.CACHED, "cpu", damage)
 

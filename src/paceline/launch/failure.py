@@ -244,7 +244,7 @@ def killed(rank: int, exit_code: int | None, sign: Heartbeat, *, with_server: bo
 
 
 def different_verbs(rank: int, mismatch: str, sign: Heartbeat) -> Failure:
-    """The report of a rank that gloo aborted because ranks were in different collectives. mismatch: in words."""
+    """The report of a rank that ended because ranks were in different collectives. mismatch: in words."""
     how = (f"{mismatch}\n\nhint: a condition on a rank's own samples holds on some ranks alone; give each sample a "
            "weight in the loss, as `more`, in its place")
     return Failure(rank, socket.gethostname(), TrainingError.__name__, how, TrainingError.exit_code, heard=False,

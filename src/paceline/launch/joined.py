@@ -19,13 +19,13 @@ from paceline.errors import ClusterError, PacelineError, PeerLost
 from paceline.launch import hosted, tls
 from paceline.launch.context import RankContext
 from paceline.launch.environment import Environment, address_towards, interface_towards
-from paceline.launch.failure import Failure, RankFailed, different_verbs
+from paceline.launch.failure import Failure, RankFailed
 from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.liveness import Hub, Liveness, Spoke
 from paceline.launch.process import Body, run_rank, set_up_device
 from paceline.launch.verb_table import VerbTable
-from paceline.launch.watchdog import within
+from paceline.launch.watchdog import explained, within
 from paceline.waiting import waiting
 
 _HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
@@ -130,7 +130,7 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         _tell_elastic_agent(failure)
 
     def report_end(failure: Failure) -> None:
-        report(failure := _explained(failure, context))
+        report(failure := explained(failure, context))
         if hosted_rank is not None:
             return
         is_told = (_cause_elsewhere(store, environment, _HEARD_S) if failure.heard
@@ -160,7 +160,7 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     result, failure, log = run_rank(body, context, device, make_store=lambda: store, run_dir=run_dir,
                                     report=report_end, fault_policy=fault_policy)
     if failure is not None:
-        report(failure := _explained(failure, context))
+        report(failure := explained(failure, context))
     board.verbs.remove()
     if liveness:
         liveness.close(farewell=failure is None or failure.is_stop)
@@ -184,14 +184,6 @@ def _secret(store: Any, environment: Environment, attempt: str, timeout_s: float
     text = os.environ.get("PACELINE_SECRET") or agree(store, environment, f"secret/{attempt}",
                                                       lambda: secrets.token_hex(32), timeout_s=timeout_s)
     return text.encode()
-
-
-def _explained(failure: Failure, context: RankContext) -> Failure:
-    """What a rank that fell with others can say of the cause, where ranks called different verbs."""
-    if context.verb_row is None or not failure.heard:
-        return failure
-    mismatch = context.board.verbs.mismatch(context.rank, failure.step)
-    return different_verbs(context.rank, mismatch, context.sign) if mismatch else failure
 
 
 def _join_liveness(store: Any, environment: Environment, attempt: str, secret: bytes,

@@ -22,7 +22,7 @@ from paceline.launch.heap import set_up_heap
 from paceline.launch.limit import limited_to
 from paceline.launch.logs import open_log, set_up_logging
 from paceline.launch.own_threads import own_threads_watched
-from paceline.launch.watchdog import Watchdog, peer_loss
+from paceline.launch.watchdog import Watchdog, explained, peer_loss
 from paceline.long_work import long_work
 
 Body = Callable[[RankContext], Any]
@@ -73,7 +73,7 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
               _process_group(context, device, fault_policy), limited_to(device)):
             return body(context), None
     except BaseException as error:
-        failure = peer_loss(context, error)
+        failure = explained(peer_loss(context, error), context)
         _write_trace(error, log)
         return None, failure
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import PacelineError, PeerLost
 from paceline.launch.context import RankContext
-from paceline.launch.failure import Failure, failure_of, is_users
+from paceline.launch.failure import Failure, different_verbs, failure_of, is_users
 from paceline.launch.liveness import silence_s
 from paceline.waiting import waiting
 
@@ -185,6 +185,15 @@ def hang_failure(positions: dict[int, dict[str, Any]], *, world_size: int, rank:
 
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
+
+
+def explained(failure: Failure, context: RankContext) -> Failure:
+    """What a rank that fell with others can say of the cause, where ranks called different verbs."""
+    if not failure.heard:
+        return failure
+    row = context.slot if context.verb_row is None else context.verb_row
+    mismatch = context.board.verbs.mismatch(row, failure.step)
+    return different_verbs(context.rank, mismatch, context.sign) if mismatch else failure
 
 
 def peer_loss(context: RankContext, error: BaseException) -> Failure:

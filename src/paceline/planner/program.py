@@ -10,7 +10,7 @@ from paceline.cluster import DeviceKind
 from paceline.plans import Plan
 from paceline.profile.profile import Profile
 from paceline.simulate.allocator import holes_of_added, holes_of_update
-from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Program, Repeat, free
+from paceline.simulate.program import Allocate, Compute, Event, Program, Repeat, free
 from paceline.software import PACELINE, Software
 from paceline.strategies.costs import (
     Footprint,
@@ -23,6 +23,7 @@ from paceline.strategies.costs import (
     backward_moments,
     compute,
     forward_moments,
+    small_all_reduce,
 )
 from paceline.strategies.registry import active
 from paceline.strategies.stages.cost import RankCost, course
@@ -199,11 +200,11 @@ class _OneDevice:
         (`runtime/buffers.py`)."""
         if self.step.plan.world_size > 1 and self.step.plan.outer_steps is None:
             figures = 3 + sum(p.trainable for p in self.profile.parameters)
-            yield Collective("all_reduce", 8 * figures, self.step.plan.world_size, name="meet", stream=COMPUTE)
+            yield small_all_reduce(self.step, 8 * figures, self.step.plan.world_size, name="meet")
             replicas = self.step.plan.axes.num_ranks(lambda axis: axis.cuts_samples)
             if replicas > 1 and (values := self.profile.statistics_bytes / 4):
-                yield Collective("all_reduce", 3 * 8 * values, replicas, name="statistics", stream=COMPUTE)
-                yield Collective("all_reduce", 8 * values, replicas, name="statistics", stream=COMPUTE)
+                yield small_all_reduce(self.step, 3 * 8 * values, replicas, name="statistics")
+                yield small_all_reduce(self.step, 8 * values, replicas, name="statistics")
 
     def update(self, point: HookPoint) -> Iterable[Event]:
         part = self._updated_part()

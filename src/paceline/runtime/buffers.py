@@ -15,6 +15,7 @@ from paceline.capture.attributes import is_plain, is_same, plain_attributes
 from paceline.capture.forward_state import OF_TORCH, MappingSnapshot
 from paceline.capture.written import SeenValue
 from paceline.launch.logs import logger
+from paceline.strategies.host_all_reduce import all_reduce
 
 # Of a tensor that a forward puts into a new attribute. It may be state, or an activation that is kept to be looked at.
 _MOST_ELEMENTS = 2**20
@@ -192,7 +193,7 @@ def _hashed(text: str) -> float:
 
 def _greatest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     together = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+    all_reduce(together, dist.ReduceOp.MAX, group)
     return [float(value) for value in together.tolist()]
 
 
@@ -220,12 +221,12 @@ def _meet(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor], weig
     values, numbers = _together(floats, torch.float64, device), _together(integers, torch.int64, device)
     bits = values.view(torch.int64)
     ends = torch.cat([numbers, bits, ~bits])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    all_reduce(ends, dist.ReduceOp.MAX, group)
     numbers, most, least = ends.split([len(numbers), len(bits), len(bits)])
     differs = most != ~least
     if device.type != "cpu" or bool(differs.any()):
         shares = values * weight if weight else torch.zeros_like(values)  # an infinity has no share of 0
-        dist.all_reduce(shares, group=group)
+        all_reduce(shares, group=group)
         values = torch.where(differs, shares, values)
     for tensors, mixed in ((floats, values), (integers, numbers)):
         for tensor, part in zip(tensors, mixed.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -17,10 +17,11 @@ def collective_s(event: Collective, network: Network | Link, computed_s: float =
     """Seconds of a collective on a ring of equal links.
 
     Ranks first wait for each other, as far as they are known to: `Link.wait_s`, and `Link.late_s` where they have
-    computed since they met last. Each of a collective's steps sends 1/n of the tensor to the next rank; contention is
-    left out. Across nodes a group's members in a node each drive their own share of its network, so that the slower of
-    the link in the node and these shares together sets the pace; each hop waits for its own link's latency, and an
-    all-reduce crosses nodes on a tree where that is faster than around the ring.
+    computed since they met last. A small all-reduce in memory takes nothing beside such waits. Each of a
+    collective's steps sends 1/n of the tensor to the next rank; contention is left out. Across nodes a group's
+    members in a node each drive their own share of its network, so that the slower of the link in the node and
+    these shares together sets the pace; each hop waits for its own link's latency, and an all-reduce crosses nodes
+    on a tree where that is faster than around the ring.
     computed_s: of that computing; of several collectives a part comes before each.
     Sources: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH;
     NCCL's rings with one channel a network card, and its double trees (Sanders, Speck and Träff 2009).
@@ -39,6 +40,8 @@ def collective_s(event: Collective, network: Network | Link, computed_s: float =
     together = network.in_a_node(event.group, event.stride)
     if across is None or together == event.group:
         late = min(event.times, computed_s / LATE_AFTER_S)
+        if event.is_small and inside.small_s is not None:
+            return late * inside.small_late_s + event.times * inside.small_s
         return late * inside.late_s + event.times * (inside.wait_s + steps * (
             inside.latency_s + event.num_bytes / event.group / inside.bytes_per_s))
     bytes_per_s = across.bytes_per_s * together

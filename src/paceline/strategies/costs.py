@@ -35,8 +35,9 @@ from paceline.profile.calls import OperatorCalls
 from paceline.profile.profile import Product, Profile, Segment, Work
 from paceline.simulate.allocator import ROUNDED_BYTES, ROUNDED_PART, Allocator, CpuHeap, CudaCaching
 from paceline.simulate.kept import KeptByIdentity
-from paceline.simulate.program import CollectiveName, Compute, Event, Part
+from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Compute, Event, Part
 from paceline.software import PACELINE, Software
+from paceline.strategies.shared_barrier import SLOT_BYTES
 
 # NCCL keeps buffers for each channel of each connection that
 # it receives on: 4 MiB for large messages, and 0.5 and 4.7 MiB for its two protocols of small ones (DEFAULT_BUFFSIZE,
@@ -71,6 +72,12 @@ def _nccl_connections(plan: Plan) -> int:
     groups = {axis.name for axis in plan.axes.facts()
               if not axis.cuts_modules and 1 < sizes[axis.name] < plan.world_size} | {"all"}
     return 2 * len(groups) + min(2, in_a_chain - 1)
+
+
+def small_all_reduce(step: Step, num_bytes: float, group: int, *, name: str = "", stride: int = 1) -> Collective:
+    """Of figures, counts and marks, as `host_all_reduce.py` does it."""
+    return Collective("all_reduce", num_bytes, group, name=name, stream=COMPUTE, stride=stride,
+                      is_small=step.device_kind == "cpu" and num_bytes <= SLOT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from paceline.cluster import LOOPBACK, Cluster, DeviceKind, Link, usable_cores
 from paceline.launch.context import RankContext
 from paceline.launch.failure import RankFailed
 from paceline.profile import cache
 
+FIGURES = ("bytes_per_s", "latency_s", "wait_s", "late_s", "small_s", "small_late_s")  # of a link, that are kept
 CACHED = "links"  # by the number of CPU ranks, or by the numbers of the GPUs
 MOST_RANKS = 8  # with so many at most; more wait as those do
 SMALL, LARGE, ROUNDS = 40, 24, 2  # collectives of each size that are timed; times that small ones are
@@ -106,7 +108,7 @@ def _counts(num_devices: int) -> list[int]:
     return sorted({most, *(count for count in (2, 4, 8) if count <= most)})
 
 
-def _rank_times(context: RankContext) -> tuple[float, float, float, float, str]:
+def _rank_times(context: RankContext) -> tuple[float, float, float, float, float, float, str]:
     """A link's figures, as this rank sees them, and where they come from. Collective over the default group.
 
     Each is a mean, because a step has many collectives, and one in ten takes several times as long as the median. Of
@@ -116,6 +118,7 @@ def _rank_times(context: RankContext) -> tuple[float, float, float, float, str]:
     import torch
     import torch.distributed as dist
 
+    from paceline.strategies import host_all_reduce
     from paceline.strategies.cpu_collectives import gather_in_place
 
     n, matrix = context.world_size, torch.ones(BUSY_SIDE, BUSY_SIDE)
@@ -133,23 +136,26 @@ def _rank_times(context: RankContext) -> tuple[float, float, float, float, str]:
             seconds.append(time.perf_counter() - began_s)
         return statistics.mean(sorted(seconds)[:math.ceil((1 - SLOWEST) * times)])
 
-    def waits_s(products: int) -> float:
-        return max(0.0, each_s(SMALL, lambda: dist.all_reduce(small), products) - 2 * (n - 1) * LOOPBACK.latency_s)
+    def at_once_and_late_s(collective: Callable[[], object], aside_s: float = 0.0) -> tuple[float, float]:
+        few_s, many_s = (max(0.0, min(each_s(SMALL, collective, products) for _ in range(ROUNDS)) - aside_s)
+                         for products in (FEW_PRODUCTS, MANY_PRODUCTS))
+        return few_s, max(0.0, many_s - few_s)
 
     began_s, began_cpu_s = time.perf_counter(), time.thread_time()
     each_s(SMALL, lambda: None)
     share = torch.tensor((time.thread_time() - began_cpu_s) / (time.perf_counter() - began_s))
     dist.all_reduce(share, dist.ReduceOp.MIN)
     is_quiet = float(share) >= QUIET_SHARE * min(1.0, usable_cores() / n)
-    wait_s = min(waits_s(FEW_PRODUCTS) for _ in range(ROUNDS))
-    late_s = max(0.0, min(waits_s(MANY_PRODUCTS) for _ in range(ROUNDS)) - wait_s)
+    wait_s, late_s = at_once_and_late_s(lambda: dist.all_reduce(small), 2 * (n - 1) * LOOPBACK.latency_s)
+    small_s, small_late_s = at_once_and_late_s(lambda: host_all_reduce.all_reduce(small))
     group, tiny = dist.group.WORLD, torch.zeros(n)
     assert group is not None
     large_s, tiny_s = (min(each_s(LARGE, partial(gather_in_place, tensor, group), 0) for _ in range(ROUNDS))
                        for tensor in (whole, tiny))
     moving_s = max(0.0, large_s - tiny_s)
     bytes_per_s = (n - 1) / n * whole.nbytes / moving_s if moving_s else LOOPBACK.bytes_per_s
-    return bytes_per_s, LOOPBACK.latency_s, wait_s, late_s, "measured" if is_quiet else BUSY
+    return (bytes_per_s, LOOPBACK.latency_s, wait_s, late_s, small_s, small_late_s,
+            "measured" if is_quiet else BUSY)
 
 
 def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
@@ -181,16 +187,24 @@ def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
 
 
 def _write(kind: DeviceKind, links: Mapping[str, Link]) -> None:
-    cache.write(CACHED, kind, {name: [link.bytes_per_s, link.latency_s, link.wait_s, link.late_s]
+    cache.write(CACHED, kind, {name: [getattr(link, figure) for figure in FIGURES]
                                for name, link in sorted(links.items(), key=lambda item: (len(item[0]), item[0]))})
 
 
 def _read(kind: DeviceKind) -> dict[str, Link]:
     """What the cache has; nothing where it is missing or makes no sense."""
     try:
-        links = {str(name): Link(float(bytes_per_s), float(latency_s), float(wait_s), float(late_s))
-                 for name, (bytes_per_s, latency_s, wait_s, late_s) in cache.read(CACHED, kind).items()}
+        links = {str(name): _link(*figures) for name, figures in cache.read(CACHED, kind).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
-    return links if all(0 < link.bytes_per_s < math.inf and 0 <= link.wait_s + link.late_s < math.inf
+    return links if all(0 < link.bytes_per_s < math.inf and 0 <= sum(_waits(link)) < math.inf
                         for link in links.values()) else {}
+
+
+def _link(bytes_per_s: Any, latency_s: Any, wait_s: Any, late_s: Any, small_s: Any, small_late_s: Any) -> Link:
+    return Link(float(bytes_per_s), float(latency_s), float(wait_s), float(late_s),
+                None if small_s is None else float(small_s), float(small_late_s))
+
+
+def _waits(link: Link) -> tuple[float, ...]:
+    return link.wait_s, link.late_s, link.small_s or 0.0, link.small_late_s

@@ -11,13 +11,10 @@ from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
 from paceline.strategies.compress.size import PASSES, sent_bytes
-from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
+from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step, small_all_reduce
 from paceline.strategies.data.buckets import LARGEST_BUCKET_BYTES, assign
 
 _AT_THE_END = -1  # after the backward of every segment
-# Of the time of an all-reduce: gloo does not cut one number in parts. Two ranks waited 0.5 ms at one number, and 1.1 to
-# 1.4 ms at 16 to 65,536.
-ONE_NUMBER = 0.5
 # Tensors that an addition in place, and a copy, read and write.
 ADDED, COPIED = 3, 2
 
@@ -64,10 +61,10 @@ def enter(step: Step) -> Hooks:
             for segment in leaving:
                 yield from send(segment, step.profile.segments[segment].repeat if segment >= 0 else 1)
         if shared and gradient_bytes:
-            yield Collective("all_reduce", 4, replicas, stream=COMPUTE, times=ONE_NUMBER)  # all are here
+            yield small_all_reduce(step, 4, replicas)  # all are here
             # Of its part a rank adds to one what each other holds, and copies the sum to each.
             yield Compute(moved_bytes=(ADDED + COPIED) * (replicas - 1) / replicas * gradient_bytes)
-            yield Collective("all_reduce", 4, replicas, stream=COMPUTE, times=ONE_NUMBER)  # all are done
+            yield small_all_reduce(step, 4, replicas)  # all are done
         yield Compute(moved_bytes=2 * gradient_bytes if copied else 0,
                       after=("buckets",) if gradient_bytes and not shared else ())
 

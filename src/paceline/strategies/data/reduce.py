@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -14,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.strategies.compress.size import all_reduce_bytes
+from paceline.strategies.host_all_reduce import all_reduce
+from paceline.strategies.shared_memory import HEADER_BYTES, shared_memory
 from paceline.waiting import waiting
 
 _BLOCK_BYTES = 2**18  # what is summed at a time: a block of each rank's stays in a core's cache until it is written
 _ALIGNED_BYTES = 64
-_HEADER_BYTES = 4096
 
 
 class Reduction(Protocol):
@@ -93,7 +90,7 @@ class InSharedMemory:
         self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        dist.all_reduce(torch.zeros(1), group=self.group)
+        all_reduce(torch.zeros(1), group=self.group)
 
 
 def reduction(like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> Reduction:
@@ -112,50 +109,18 @@ def reduction(like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.Pr
 
 def _share(like: Sequence[torch.Tensor], sizes: Sequence[int],
            group: dist.ProcessGroup) -> list[list[torch.Tensor]] | None:
-    """Every rank's buckets, mapped here; None if a rank can't map another's. Collective.
-
-    The memory has no name in a file system, so nothing is left of it after a kill, and a container's small /dev/shm
-    is no limit. A rank knows another's by a random mark: the same process number may exist on two hosts.
-    """
-    starts, end = [], _HEADER_BYTES
+    """Every rank's buckets, mapped here; None if a rank can't map another's. Collective."""
+    starts, end = [], HEADER_BYTES
     for tensor, size in zip(like, sizes, strict=True):
         starts.append(end)
         end += -(-size * tensor.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES
-    mark = secrets.randbits(62)
-    descriptor = _create(end, mark)
-    addresses = [torch.zeros(3, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(addresses, torch.tensor([os.getpid(), -1 if descriptor is None else descriptor, mark]), group=group)
-    maps = [_map(*map(int, address), num_bytes=end) for address in addresses]
-    missing = torch.tensor([float(any(mapping is None for mapping in maps))])
-    dist.all_reduce(missing, group=group)  # also: nobody closes before all have mapped
-    if descriptor is not None:
-        os.close(descriptor)
-    if missing.item():
+    memory = shared_memory(end, group)
+    if memory is None:
         logging.getLogger(__name__).info("gradients meet over the network: these ranks share no memory")
         return None
     return [[torch.frombuffer(mapping, dtype=tensor.dtype, offset=start, count=size) if size else tensor.new_zeros(0)
              for tensor, start, size in zip(like, starts, sizes, strict=True)]
-            for mapping in maps if mapping is not None]
-
-
-def _create(num_bytes: int, mark: int) -> int | None:
-    """A file descriptor of so much memory, marked; None where there is none to be had."""
-    with contextlib.suppress(OSError, AttributeError):
-        descriptor = os.memfd_create("paceline-gradients")
-        with contextlib.suppress(OSError):
-            os.posix_fallocate(descriptor, 0, num_bytes)  # a lack of memory shows here and not as a SIGBUS later
-            os.pwrite(descriptor, mark.to_bytes(8), 0)
-            return descriptor
-        os.close(descriptor)
-    return None
-
-
-def _map(process: int, descriptor: int, mark: int, *, num_bytes: int) -> mmap.mmap | None:
-    with (contextlib.suppress(OSError, ValueError),
-          open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file):
-        if os.pread(file.fileno(), 8, 0) == mark.to_bytes(8):
-            return mmap.mmap(file.fileno(), num_bytes)
-    return None
+            for mapping in memory.mappings]
 
 
 def _blocks(parts: Sequence[torch.Tensor], rank: int) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -12,7 +12,7 @@ from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
 from paceline.simulate.allocator import holes_of_gathered
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
-from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step, reduce_scatter_on
+from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step, reduce_scatter_on, small_all_reduce
 
 # What FSDP2's hooks cost around one gathering or reduction of a unit, in Python. Measured; see docs/formulas.md.
 HOOK_S = 800e-6
@@ -221,7 +221,7 @@ class _Sharding:
     def _roll_call(self) -> Iterable[Event]:
         """The ranks compare which unit comes next; on GPUs in the first forwards only."""
         if self.step.software.roll_call and self.on_cpu:
-            yield Collective("all_reduce", ROLL_BYTES, self.ranks, name="roll", stream=COMPUTE, stride=self.stride)
+            yield small_all_reduce(self.step, ROLL_BYTES, self.ranks, name="roll", stride=self.stride)
 
     def _is_gathered_here(self, point: HookPoint, *, backward: bool) -> bool:
         return not self.kept_whole and (self.zero == 3 or (point.microbatch == 0 and not backward))

@@ -1,0 +1,87 @@
+"""Small all-reduces of CPU ranks: in memory that they share where they are on one host, by torch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from paceline.cluster import usable_cores
+from paceline.strategies.shared_barrier import SLOT_BYTES, SharedBarrier, stays_awake
+from paceline.strategies.shared_memory import HEADER_BYTES, MARK_BYTES, SharedMemory, shared_memory
+
+_WORD_BYTES = 128  # that say what an exchange is of; more of them are left out
+_COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+
+
+def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
+    """As torch's, in place; it adds in the order of ranks. Collective.
+
+    op: torch's `ReduceOp`: SUM or MAX.
+
+    Raises:
+        PeerLost: a rank's process ended before it came, or came with another tensor or operation.
+    """
+    slots = None
+    if tensor.device.type == "cpu" and 0 < tensor.nbytes <= SLOT_BYTES:
+        slots = _slots_of(group or dist.group.WORLD)  # type: ignore[arg-type]  # there is one by now
+    if slots is None:
+        dist.all_reduce(tensor, op, group=group)
+    else:
+        slots.all_reduce(tensor, op)
+
+
+class _Slots:
+    """A slot of each rank, twice: who is done with one exchange may write for the next before others have read. What
+    the exchange is of comes first in it: gloo, too, ends ranks that come with different ones."""
+
+    def __init__(self, memory: SharedMemory, rank: int) -> None:
+        counters = [memoryview(mapping)[MARK_BYTES:MARK_BYTES + 8] for mapping in memory.mappings]
+        self._mappings, self._rank, self._number = memory.mappings, rank, 0
+        self._barrier = SharedBarrier(counters, memory.processes, rank)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+        self._number += 1
+        start = HEADER_BYTES + self._number % 2 * (_WORD_BYTES + SLOT_BYTES)
+        slots = [torch.frombuffer(mapping, dtype=tensor.dtype, count=tensor.numel(),
+                                  offset=start + _WORD_BYTES).view(tensor.shape) for mapping in self._mappings]
+        word = f"{op} of {list(tensor.shape)} {tensor.dtype}"[:_WORD_BYTES].ljust(_WORD_BYTES).encode()
+        self._mappings[self._rank][start:start + _WORD_BYTES] = word
+        slots[self._rank].copy_(tensor)
+        self._barrier.wait()
+        words = [mapping[start:start + _WORD_BYTES] for mapping in self._mappings]
+        if any(other != word for other in words):
+            raise self._barrier.loss(f"ranks exchange different figures: {_listed(words)}")
+        result = slots[0]
+        for slot in slots[1:]:
+            result = _COMBINE[op](result, slot)
+        tensor.copy_(result)
+
+
+def _listed(words: Sequence[bytes]) -> str:
+    return ", ".join(sorted({word.decode().strip() for word in words}))
+
+
+# Of groups whose ranks have met here; None of those that share no memory.
+_slots: WeakKeyDictionary[dist.ProcessGroup, _Slots | None] = WeakKeyDictionary()
+
+
+def _slots_of(group: dist.ProcessGroup) -> _Slots | None:
+    """Collective the first time."""
+    if group not in _slots:
+        memory = None
+        if _all_stay_awake(group):
+            memory = shared_memory(HEADER_BYTES + 2 * (_WORD_BYTES + SLOT_BYTES), group)
+        _slots[group] = None if memory is None else _Slots(memory, dist.get_rank(group))
+    return _slots[group]
+
+
+def _all_stay_awake(group: dist.ProcessGroup) -> bool:
+    """Collective: ranks may see different numbers of cores."""
+    sleeps = torch.tensor([float(not stays_awake(dist.get_world_size(), usable_cores()))])
+    dist.all_reduce(sleeps, dist.ReduceOp.MAX, group=group)
+    return not sleeps.item()
