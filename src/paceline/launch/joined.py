@@ -130,7 +130,7 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         _tell_elastic_agent(failure)
 
     def report_end(failure: Failure) -> None:
-        report(failure := explained(failure, context))
+        report(failure := explained(failure, context, context.verb_row))
         if hosted_rank is not None:
             return
         is_told = (_cause_elsewhere(store, environment, _HEARD_S) if failure.heard
@@ -160,7 +160,7 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     result, failure, log = run_rank(body, context, device, make_store=lambda: store, run_dir=run_dir,
                                     report=report_end, fault_policy=fault_policy)
     if failure is not None:
-        report(failure := explained(failure, context))
+        report(failure := explained(failure, context, context.verb_row))
     board.verbs.remove()
     if liveness:
         liveness.close(farewell=failure is None or failure.is_stop)

@@ -73,7 +73,10 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
               _process_group(context, device, fault_policy), limited_to(device)):
             return body(context), None
     except BaseException as error:
-        failure = explained(peer_loss(context, error), context)
+        failure = peer_loss(context, error)
+        # After a restart the table also has the verbs of the step's first try, so it is asked in this case alone.
+        if getattr(error, "is_mismatch", False) and context.slot == context.rank:
+            failure = explained(failure, context, context.slot)
         _write_trace(error, log)
         return None, failure
 

@@ -187,11 +187,13 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-def explained(failure: Failure, context: RankContext) -> Failure:
-    """What a rank that fell with others can say of the cause, where ranks called different verbs."""
-    if not failure.heard:
+def explained(failure: Failure, context: RankContext, row: int | None) -> Failure:
+    """What a rank that fell with others can say of the cause, where ranks called different verbs.
+
+    row: this rank's in the table of verbs; None where the table's rows are not ranks.
+    """
+    if row is None or not failure.heard:
         return failure
-    row = context.slot if context.verb_row is None else context.verb_row
     mismatch = context.board.verbs.mismatch(row, failure.step)
     return different_verbs(context.rank, mismatch, context.sign) if mismatch else failure
 

@@ -55,7 +55,9 @@ class _Slots:
         self._barrier.wait()
         words = [mapping[start:start + _WORD_BYTES] for mapping in self._mappings]
         if any(other != word for other in words):
-            raise self._barrier.loss(f"ranks exchange different figures: {_listed(words)}")
+            error = self._barrier.loss(f"ranks exchange different figures: {_listed(words)}")
+            error.is_mismatch = True  # type: ignore[attr-defined]
+            raise error
         result = slots[0]
         for slot in slots[1:]:
             result = _COMBINE[op](result, slot)
