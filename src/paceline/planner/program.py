@@ -13,6 +13,7 @@ from paceline.simulate.allocator import holes_of_added, holes_of_update
 from paceline.simulate.program import Allocate, Compute, Event, Program, Repeat, free
 from paceline.software import PACELINE, Software
 from paceline.strategies.costs import (
+    ADDED,
     Footprint,
     Hook,
     HookPoint,
@@ -31,7 +32,6 @@ from paceline.strategies.stages.cost import RankCost, course
 # Python around a micro-batch that no operator accounts for: hooks, seeds, the loss's bookkeeping. Measured on a
 # model of one small layer, one core; see docs/formulas.md.
 MICROBATCH_S = 0.6e-3
-ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
 Item = Event | tuple[MomentName, HookPoint]
 
 

@@ -46,6 +46,8 @@ from paceline.strategies.shared_barrier import SLOT_BYTES
 # NVIDIA/nccl#986).
 NCCL_CONNECTION_BYTES = 24 * (4 * 2**20 + 512 * 2**10 + 4800 * 2**10)
 
+ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
+
 MomentName = Literal["start", "begin", "before_forward", "forward", "after_forward", "turn", "before_backward",
                      "backward", "after_backward", "done", "finish", "meet", "update", "save"]
 

@@ -13,7 +13,7 @@ from paceline.cluster import usable_cores
 from paceline.strategies.shared_barrier import SLOT_BYTES, SharedBarrier, stays_awake
 from paceline.strategies.shared_memory import HEADER_BYTES, MARK_BYTES, SharedMemory, shared_memory
 
-_WORD_BYTES = 128  # that say what an exchange is of; more of them are left out
+_LABEL_BYTES = 128  # of what an exchange is of, in words; more of them are left out
 _COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 
@@ -46,16 +46,16 @@ class _Slots:
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
         self._number += 1
-        start = HEADER_BYTES + self._number % 2 * (_WORD_BYTES + SLOT_BYTES)
+        start = HEADER_BYTES + self._number % 2 * (_LABEL_BYTES + SLOT_BYTES)
         slots = [torch.frombuffer(mapping, dtype=tensor.dtype, count=tensor.numel(),
-                                  offset=start + _WORD_BYTES).view(tensor.shape) for mapping in self._mappings]
-        word = f"{op} of {list(tensor.shape)} {tensor.dtype}"[:_WORD_BYTES].ljust(_WORD_BYTES).encode()
-        self._mappings[self._rank][start:start + _WORD_BYTES] = word
+                                  offset=start + _LABEL_BYTES).view(tensor.shape) for mapping in self._mappings]
+        label = f"{op} of {list(tensor.shape)} {tensor.dtype}"[:_LABEL_BYTES].ljust(_LABEL_BYTES).encode()
+        self._mappings[self._rank][start:start + _LABEL_BYTES] = label
         slots[self._rank].copy_(tensor)
         self._barrier.wait()
-        words = [mapping[start:start + _WORD_BYTES] for mapping in self._mappings]
-        if any(other != word for other in words):
-            error = self._barrier.loss(f"ranks exchange different figures: {_listed(words)}")
+        labels = [mapping[start:start + _LABEL_BYTES] for mapping in self._mappings]
+        if any(other != label for other in labels):
+            error = self._barrier.loss(f"ranks exchange different figures: {_listed(labels)}")
             error.is_mismatch = True  # type: ignore[attr-defined]
             raise error
         result = slots[0]
@@ -64,8 +64,8 @@ class _Slots:
         tensor.copy_(result)
 
 
-def _listed(words: Sequence[bytes]) -> str:
-    return ", ".join(sorted({word.decode().strip() for word in words}))
+def _listed(labels: Sequence[bytes]) -> str:
+    return ", ".join(sorted({label.decode().strip() for label in labels}))
 
 
 # Of groups whose ranks have met here; None of those that share no memory.
@@ -77,7 +77,7 @@ def _slots_of(group: dist.ProcessGroup) -> _Slots | None:
     if group not in _slots:
         memory = None
         if _all_stay_awake(group):
-            memory = shared_memory(HEADER_BYTES + 2 * (_WORD_BYTES + SLOT_BYTES), group)
+            memory = shared_memory(HEADER_BYTES + 2 * (_LABEL_BYTES + SLOT_BYTES), group)
         _slots[group] = None if memory is None else _Slots(memory, dist.get_rank(group))
     return _slots[group]
 

@@ -11,12 +11,11 @@ from paceline.plans import Plan
 from paceline.profile.profile import Parameter, Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
 from paceline.strategies.compress.size import PASSES, sent_bytes
-from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step, small_all_reduce
+from paceline.strategies.costs import ADDED, Footprint, HookPoint, Hooks, Step, small_all_reduce
 from paceline.strategies.data.buckets import LARGEST_BUCKET_BYTES, assign
 
 _AT_THE_END = -1  # after the backward of every segment
-# Tensors that an addition in place, and a copy, read and write.
-ADDED, COPIED = 3, 2
+COPIED = 2  # bytes moved a byte of gradient that is copied
 
 
 def enter(step: Step) -> Hooks:
