@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from paceline.errors import JobError
+import paceline as pl
+from paceline.errors import JobError, PacelineError
 from paceline.job import Job
+from paceline.reports.comparison import _LESS_IS_BETTER
+from paceline.study.objectives import PREDICTED
 
 
 class Stream:
@@ -50,13 +56,34 @@ def test_the_length_is_known_in_steps(changes: dict[str, Any], per_epoch: int | 
     ({"data": []}, "data has no samples"), ({"validation": 3}, "validation must be a torch dataset, got int"),
     ({"drop_last": True, "batch": 11}, "drop_last leaves nothing: data has 10 samples and batch is 11"),
     ({"metrics": {"accuracy": 3}}, "metrics must map names to functions"), ({"metrics": [max]}, "metrics must map"),
-    ({"metrics": {"accuracy": max}}, "there is none: give validation="),
+    ({"metrics": {"accuracy": max}}, "there is none: give validation="), ({"metrics": {1: max}}, "metrics must map"),
+    *(({"metrics": {name: max}, "validation": [(1.0, 1.0)]}, f"a metric can't be called '{name}'") for name in (
+        "loss", "validation_loss", "step", "epoch", "samples_per_s", "lr", "gradient_norm", "check", *_LESS_IS_BETTER, *PREDICTED)),
 ])
 def test_a_field_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str):
     """The message names the field, what was given and what it may be."""
     with pytest.raises(JobError) as caught:
         make(**changes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [
+    {"callbacks": True}, {"validate": lambda ctx, batch: {"loss": torch.zeros(()), "validation_loss": torch.ones(())}}])
+def test_figures_that_are_named_as_the_runs_own_are_refused(changes: dict[str, Any], tmp_path: Path):
+    """`run.log({"step": ...})` would move the line to another step, a figure of `validate` take the loss's place."""
+    class Logs(pl.Callback):
+        def on_step(self, run: Any, step: Any) -> None:
+            run.log({"step": 7})
+
+    rows = [(torch.ones(1), torch.ones(1))] * 2
+    model: dict[str, Any] = {
+        "model": lambda: torch.nn.Linear(1, 1), "callbacks": [Logs()],
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} if "callbacks" in changes else {
+        "models": {"a": lambda: torch.nn.Linear(1, 1)}, **changes,
+        "optimizers": {"a": lambda named: torch.optim.SGD(named, lr=0.1)}}
+    job = pl.Job(data=rows, validation=rows, loss=F.mse_loss, batch=2, steps=1, **model)
+    with pytest.raises(PacelineError, match=r"'step' is the step|validate returned validation_loss: every run has"):
+        pl.train(job, "single", run=tmp_path / "run")
 
 
 def test_everything_wrong_with_a_job_is_said_at_once():

@@ -271,6 +271,8 @@ class RunController:
         Raises:
             UsageError: a value is none of these.
         """
+        if "step" in values:
+            raise UsageError("run.log: 'step' is the step that the values are logged for", hint="another name")
         logged: dict[str, Any] = {}
         for name, value in values.items():
             if is_picture(value):

@@ -13,7 +13,7 @@ from paceline.errors import JobError, nearest
 from paceline.job import foreign_fields, given_data, own_step
 from paceline.job.loaders import Loading
 from paceline.job.losses import OwnLoss
-from paceline.job.phases import BatchSizes, ChangingBatch, Collates, Phases, StepWindows
+from paceline.job.phases import FIGURES, BatchSizes, ChangingBatch, Collates, Phases, StepWindows
 from paceline.job.pretrained import Weights
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"]
@@ -296,7 +296,10 @@ def _problems(job: Job) -> Iterator[str]:
         if _length(value) == 0:
             yield f"{name} has no samples: leave it out, or give some"
     yield from _callback_problems(job)
-    if not isinstance(job.metrics, Mapping) or not all(callable(f) for f in job.metrics.values()):
+    if not isinstance(job.metrics, Mapping) or not all(
+            isinstance(name, str) and callable(function) for name, function in job.metrics.items()):
         yield "metrics must map names to functions (output, target)"
+    elif taken := FIGURES.intersection(job.metrics):
+        yield f"a metric can't be called {' or '.join(map(repr, sorted(taken)))}: every run has a figure of that name"
     elif job.metrics and job.validation is None:
         yield "metrics are computed on the validation data, and there is none: give validation="

@@ -13,6 +13,13 @@ from paceline.errors import JobError, nearest
 
 T = TypeVar("T")
 VALIDATION_LOSS = "validation_loss"  # what an evaluation calls the loss, beside the metrics' own names
+# Figures of every run, by the names that a summary, an objective or a logger has for them: a metric of such a name
+# would take its place, or the figure the metric's.
+FIGURES = frozenset((
+    VALIDATION_LOSS, "loss", "final_loss", "step", "steps", "epoch", "samples", "samples_per_s", "lr", "gradient_norm",
+    "loss_scale", "step_s", "later_step_s", "step_ms", "input_s", "wall_s", "core_wait_s", "save_blocked_s",
+    "copy_blocked_s", "bytes_sent", "peak_memory_bytes", "memory_mb", "parameters", "plan", "world_size", "metrics",
+    "check", "failure", "predicted", "staleness", "workers", "spikes", "skipped_steps", "stopped"))
 
 
 @dataclass(frozen=True)

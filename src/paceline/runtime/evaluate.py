@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from paceline.errors import TrainingError, nearest
 from paceline.job import Job
+from paceline.job.phases import FIGURES
 from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, map_tensors
 from paceline.runtime.loss import read_tally
 from paceline.runtime.named_parts import ModelPart
@@ -68,6 +69,9 @@ def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str
     values = values if isinstance(values, Mapping) else {"loss": values}
     if "loss" not in values:
         raise TrainingError(f"validate returned {', '.join(values)} and no \"loss\"")
+    if taken := FIGURES.intersection(values) - {"loss"}:
+        raise TrainingError(f"validate returned {', '.join(sorted(taken))}: every run has a figure of that name",
+                            hint="give the metric another name")
     return {"loss": values["loss"], **values}
 
 
