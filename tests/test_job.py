@@ -58,7 +58,7 @@ def test_the_length_is_known_in_steps(changes: dict[str, Any], per_epoch: int | 
     ({"metrics": {"accuracy": 3}}, "metrics must map names to functions"), ({"metrics": [max]}, "metrics must map"),
     ({"metrics": {"accuracy": max}}, "there is none: give validation="), ({"metrics": {1: max}}, "metrics must map"),
     *(({"metrics": {name: max}, "validation": [(1.0, 1.0)]}, f"a metric can't be called '{name}'") for name in (
-        "loss", "validation_loss", "step", "epoch", "samples_per_s", "lr", "gradient_norm", "check", *_LESS_IS_BETTER, *PREDICTED)),
+        "loss", "validation_loss", "step", "epoch", "lr", "gradient_norm", "check", *_LESS_IS_BETTER, *PREDICTED)),
 ])
 def test_a_field_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str):
     """The message names the field, what was given and what it may be."""

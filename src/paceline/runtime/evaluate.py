@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.errors import TrainingError, nearest
+from paceline.errors import TrainingError, UsageError, nearest
 from paceline.job import Job
 from paceline.job.phases import FIGURES
-from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, map_tensors
+from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed
 from paceline.runtime.loss import read_tally
 from paceline.runtime.named_parts import ModelPart
 from paceline.runtime.prepare import autocast
@@ -140,17 +141,49 @@ def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any,
 
 
 def outputs(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard,
-            device: torch.device) -> Iterator[Any]:
-    """The model's outputs for this rank's part of the data, micro-batch by micro-batch, on the CPU.
+            device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of the model's outputs by name, (samples, ...) each, for this rank's part of the data, micro-batch by
+    micro-batch, on the CPU.
 
-    Collective; gives nothing where another rank has the model's output. Their dtype is float64 in a float64 job, else
+    Collective; gives nothing where another rank has the model's output. Floats are float64 in a float64 job, else
     float32.
+
+    Raises:
+        UsageError: an output has no row for each sample.
     """
     dtype = torch.float64 if job.precision == "float64" else torch.float32
+
+    def rows(batch: MicroBatch, samples: int) -> dict[str, torch.Tensor]:
+        with autocast(job, device):
+            output = layout.forward(batch.to(device))
+        if not layout.has_output:
+            return {}
+        if not (tensors := _named(output)):
+            raise UsageError(f"the model's output is {type(output).__name__} and holds no tensors")
+        for name, tensor in tensors.items():
+            if not tensor.dim() or len(tensor) != samples:
+                raise UsageError(f"{name} is {list(tensor.shape)} for {samples} samples: it has no row for each",
+                                 hint="in evaluation mode, return outputs with the samples along dim 0 alone")
+        return {name: (tensor.to(dtype) if tensor.is_floating_point() else tensor)[:batch.samples].cpu().clone(
+            memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+
     model.eval()
     with torch.no_grad():
-        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed):
-            with autocast(job, device):
-                output = layout.forward(batch.to(device))
+        for number, batch in enumerate(evaluation_feed(data, batch=job.batch, part=part, seed=job.seed)):
+            samples = max(batch.samples, 1)
+            if not number:  # a tensor without a row a sample may have as many rows by chance, but not twice
+                few = 3 if samples == 2 else 2
+                rows(batch.mapped(lambda tensor, few=few: tensor[:1].repeat_interleave(few, 0)), few)
+            made = rows(batch, samples)
             if layout.has_output:
-                yield map_tensors(lambda tensor, samples=batch.samples: tensor[:samples].to(dtype).cpu(), output)
+                yield made
+
+
+def _named(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
+    """Tensors of an output by name; tuples and mappings are flattened with dots."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    items: Iterable[tuple[Any, Any]] = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else
+        vars(value).items() if is_dataclass(value) else ())
+    return {key: tensor for index, item in items for key, tensor in _named(item, f"{name}.{index}").items()}

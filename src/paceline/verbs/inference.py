@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from paceline.runtime.named_parts import ModelPart
     from paceline.strategies.layout import Layout
     from paceline.strategies.mesh import Mesh
+
+_PREDICTIONS = ("predictions.npy", "predictions.safetensors")  # by default, of one output and of several
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,10 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
     Numbers with a fraction, of inputs and outputs, are float64 in a float64 job and float32 in any other.
 
     Args:
-        input: `.npy` or `.csv` with one sample a row; `.npz` or `.safetensors` with one tensor an argument: names
+        input: `.npy` or `.csv` with one sample a row; rows of a `.csv` are numbers between commas, semicolons or tabs,
+            and a first row of names is left out; `.npz` or `.safetensors` with one tensor an argument: names
             become keyword arguments, or positional ones if they are 0, 1, ...
-        output: Where outputs go: `.npy` for one tensor, `.safetensors` for any; by default
+        output: Where outputs go: `.npy` for one tensor, `.npz` and `.safetensors` for any; by default
             `DIR/predictions.npy` or `.safetensors`.
         model: Of a job with several, the model or follower that predicts; by default its only one.
 
@@ -91,13 +95,15 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
         {"plan", "step", "samples", "output", "shapes"}.
 
     Raises:
-        UsageError: an input that can't be read.
+        UsageError: an input that can't be read, an output that can't be written, or one without a row a sample.
     """
+    target = _target(Path(output) if output else None, Path(input), Path(run))
     job, resolved, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
     predicting = _predicting(job, model)
     data = _Inputs(read_tensors(Path(input), float64=job.precision == "float64"))
     if len(data) == 0:
         raise UsageError(f"{input} holds no samples")
+    is_text = Path(input).suffix == ".csv"
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=run) as made:
         scratch = place.agree("predictions", lambda: made)
 
@@ -110,17 +116,20 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             with repeatable(resolved.plan), float32_products(job, context):
                 trained = load_trained(context, job, resolved, Path(run))
                 layout = trained.parts[predicting].layout if predicting else trained.layout
-                for number, outputs_of_batch in enumerate(outputs(trained.model, layout, job, data, part=trained.part,
-                                                                  device=context.device)):
-                    file = Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors"
-                    save_tensors(file, _named(outputs_of_batch))
+                given = data.as_in(job) if is_text else data
+                for number, tensors in enumerate(outputs(trained.model, layout, job, given, part=trained.part,
+                                                         device=context.device)):
+                    if target is not None and target.suffix == ".npy" and list(tensors) != ["output"]:
+                        raise UsageError(f"can't write {len(tensors)} outputs to {target}, which holds one",
+                                         hint="a .npz or .safetensors file holds any")
+                    save_tensors(Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors", tensors)
             if context.world_size > 1:
                 import torch.distributed as dist
 
                 dist.barrier()
             if context.rank:
                 return {}
-            shapes, path = _gather(Path(scratch), Path(run), Path(output) if output else None, trained.part)
+            shapes, path = _gather(Path(scratch), Path(run), target)
             return {"plan": str(resolved.plan), "step": trained.checkpoint.step,
                     "samples": len(data), "output": str(path),
                     "shapes": shapes}
@@ -172,6 +181,8 @@ class _Inputs:
     """Rows of some tensors as a data set of (input, nothing)."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if single := [name for name, tensor in tensors.items() if not tensor.dim()]:
+            raise UsageError(f"{single[0]} is one number, not a row a sample")
         counts = {name: len(tensor) for name, tensor in tensors.items()}
         if len(set(counts.values())) > 1:
             raise UsageError(f"the inputs have different numbers of samples: {counts}")
@@ -179,6 +190,25 @@ class _Inputs:
 
     def __len__(self) -> int:
         return self.count
+
+    def as_in(self, job: Job) -> _Inputs:
+        """Numbers from a text as the job's own samples have them: whole ones where those are.
+
+        Raises:
+            UsageError: the job's are whole, and one of these is not.
+        """
+        import torch
+
+        from paceline.runtime.feed import example_batch
+
+        example = example_batch(job, 1).input
+        if not isinstance(example, torch.Tensor) or example.is_floating_point() or example.is_complex():
+            return self
+        (name, numbers), = self.tensors.items()
+        if not bool((numbers == numbers.round()).all()):
+            raise UsageError(f"the job's inputs are {str(example.dtype).removeprefix('torch.')}, and the file has "
+                             "numbers that are not whole")
+        return _Inputs({name: numbers.to(example.dtype)})
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         row = {name: tensor[index] for name, tensor in self.tensors.items()}
@@ -207,28 +237,57 @@ def read_tensors(path: Path, *, float64: bool) -> dict[str, torch.Tensor]:
 
             tensors = load_tensors(path)
         elif path.suffix == ".csv":
-            tensors = {"input": torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2))}
+            tensors = {"input": torch.from_numpy(np.loadtxt(path, ndmin=2, quotechar='"', **_manner(path)))}
         else:
             loaded = np.load(path, allow_pickle=False)
             named = {"input": loaded} if path.suffix == ".npy" else {name: loaded[name] for name in loaded.files}
             tensors = {name: torch.from_numpy(array) for name, array in named.items()}
     except Exception as error:  # each reader has its own kinds of error
-        raise UsageError(f"can't read {path}: {error}") from error
+        raise UsageError(f"can't read {path}: {error}", hint="rows of as many numbers each, such as 1.5,2,-3e-4"
+                         if path.suffix == ".csv" else None) from error
     dtype = torch.float64 if float64 else torch.float32
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
-def _named(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
-    """Tensors of an output by name; tuples and mappings are flattened with dots."""
-    import torch
+def _manner(path: Path) -> dict[str, Any]:
+    """How a text of numbers is written, by its first row: what stands between them, and whether it has names alone."""
+    with open(path, encoding="utf-8-sig") as file:
+        number, first = next(((n, row) for n, line in enumerate(file) if (row := line.partition("#")[0].strip())),
+                             (0, ""))
+    between = next((mark for mark in ";\t" if mark in first), ",")
+    is_head = bool(first) and not any(map(_is_number, first.split(between)))
+    return {"delimiter": between, "skiprows": number + 1 if is_head else 0, "encoding": "utf-8-sig"}
 
-    if isinstance(value, torch.Tensor):
-        return {name: value.contiguous().clone()}
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
-    return {key: tensor for index, item in items for key, tensor in _named(item, f"{name}.{index}").items()}
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word.strip('" '))
+    except ValueError:
+        return False
+    return True
 
 
-def _gather(scratch: Path, run_dir: Path, output: Path | None, part: DataShard) -> tuple[dict[str, list[int]], Path]:
+def _target(path: Path | None, given: Path, run_dir: Path) -> Path | None:
+    """Where outputs go; None where that is left to their number.
+
+    Raises:
+        UsageError: nothing can be written there, or something else would be lost.
+    """
+    if path is not None and path.suffix not in (".npy", ".npz", ".safetensors"):
+        raise UsageError(f"can't write outputs to {path}",
+                         hint="a .npy file holds one output, .npz and .safetensors any")
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise UsageError(f"can't write outputs to {path}: " + (
+            "it is a folder" if path.is_dir() else f"there is no folder {path.parent}" if not path.parent.is_dir() else
+            "permission denied"))
+    for each in (path,) if path is not None else map(run_dir.joinpath, _PREDICTIONS):
+        for kept, name in ((given, "the input"), (run_dir / folder.MODEL, "the trained model")):
+            if each.resolve() == kept.resolve():
+                raise UsageError(f"{kept} is {name}: outputs would take its place", hint="--output names another file")
+    return path
+
+
+def _gather(scratch: Path, run_dir: Path, output: Path | None) -> tuple[dict[str, list[int]], Path]:
     """Put the ranks' outputs together in the order of the inputs."""
     import numpy as np
     import torch
@@ -237,13 +296,11 @@ def _gather(scratch: Path, run_dir: Path, output: Path | None, part: DataShard) 
 
     pieces = [load_tensors(path) for path in sorted(scratch.glob("*.safetensors"))]
     stacked = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-    single = list(stacked) == ["output"]
-    path = output or run_dir / ("predictions.npy" if single else "predictions.safetensors")
-    if path.suffix == ".npy" and single:
+    path = output or run_dir / _PREDICTIONS[list(stacked) != ["output"]]
+    if path.suffix == ".npy":
         np.save(path, stacked["output"].numpy(), allow_pickle=False)
-    elif path.suffix == ".safetensors":
-        save_tensors(path, stacked)
+    elif path.suffix == ".npz":
+        np.savez(path, allow_pickle=False, **{name: tensor.numpy() for name, tensor in stacked.items()})
     else:
-        raise UsageError(f"can't write {len(stacked)} outputs to {path}",
-                         hint="a .npy file holds one, .safetensors any")
+        save_tensors(path, stacked)
     return {name: list(tensor.shape) for name, tensor in stacked.items()}, path
