@@ -194,6 +194,26 @@ def test_a_file_never_imports_itself_from_the_path(write: Write, tmp_path: Path,
     assert load(source)
 
 
+def test_a_notebook_can_import_the_file_of_a_job_that_it_has_loaded(
+        write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Only the job's own imports, even late ones, don't find it."""
+    write("own_helper.py", "import own_job\nMADE = own_job.MADE")
+    write("own_job.py", f"""
+        import paceline as pl
+        MADE = 3
+        def late():
+            import own_job
+        def job():
+            {BODY.replace("lambda: given", "late")}
+    """)
+    monkeypatch.syspath_prepend(tmp_path)
+    job = load(str(tmp_path / "own_job.py"))
+    with pytest.raises(ModuleNotFoundError):
+        job.model()
+    assert importlib.util.find_spec("own_job") is not None
+    assert importlib.import_module("own_helper").MADE == 3
+
+
 def test_neighbours_can_be_imported_even_late(write: Write):
     """Modules and packages beside the file are found, also from inside the job's lambdas."""
     write("own_net.py", "WIDTH = 3")

@@ -251,7 +251,8 @@ class _Uncached(SourceFileLoader):
 class _NeverItself:
     """Hides a job file from its own imports where its folder is on `sys.path`, as under `python -m`.
 
-    Without it, `import datasets` in datasets.py would run the file a second time.
+    Without it, `import datasets` in datasets.py would run the file a second time. A notebook or a script that has
+    loaded the job may import its file.
     """
 
     def __init__(self, job_path: Path) -> None:
@@ -261,12 +262,22 @@ class _NeverItself:
         if path is not None or name != self.job_path.stem:
             return None
         spec = PathFinder.find_spec(name)
-        if spec is None or not _is_at(spec, self.job_path):
+        if spec is None or not _is_at(spec, self.job_path) or not self._is_for_the_job():
             return None
         elsewhere = [entry for entry in sys.path if Path(entry).resolve() != self.job_path.parent]
         if other := PathFinder.find_spec(name, elsewhere):
             return other
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    def _is_for_the_job(self) -> bool:
+        """Whether the import is one of the job's, or of what paceline calls."""
+        own, frame = {"paceline", *_neighbours_of(self.job_path)}, sys._getframe(2)  # of what looks for the module
+        while frame is not None:
+            if Path(frame.f_code.co_filename) == self.job_path or (
+                    frame.f_globals.get("__name__", "").partition(".")[0] in own):
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
 
 
 def _is_at(spec: ModuleSpec, path: Path) -> bool:
