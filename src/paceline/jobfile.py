@@ -305,6 +305,14 @@ def _open_imports(job_path: Path) -> None:
     importlib.invalidate_caches()  # a neighbour may have been written a moment ago
 
 
+def imported_by(path: Path) -> list[Path]:
+    """A job file that was loaded, and the files beside it that it imported so far."""
+    names = _neighbours_of(path)
+    files = [getattr(module, "__file__", None) for name, module in sorted(sys.modules.items())
+             if name.partition(".")[0] in names]
+    return [path, *(Path(file) for file in files if file)]
+
+
 def _run(path: Path) -> types.ModuleType:
     """Execute a file as a module with a name that no import statement uses.
 

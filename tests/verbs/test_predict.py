@@ -180,3 +180,25 @@ def test_csv_holds_token_ids_where_the_job_has_them(run_of: Callable[[str], Path
         with pytest.raises(PacelineError) as caught:
             paceline.predict(run_of("tokens"), tmp_path / "in.csv", "single")
         assert message in f"{caught.value} {caught.value.hint}"
+
+
+def test_a_job_file_that_was_edited_since_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """The model and the data that are read are no longer the run's; so is a file beside it that it imports."""
+    (tmp_path / "own_rows.py").write_text("COUNT = 4\n")
+    text = ODD.replace("range(8)", "range(COUNT)").replace("batch=4", "batch=4, validation=data")
+    (tmp_path / "job.py").write_text(f"from own_rows import COUNT\n{text}")
+    run = tmp_path / "run"
+    paceline.train(JobFile(tmp_path / "job.py"), "single", devices="cpu:0", run=run)
+    numpy.save(tmp_path / "in.npy", numpy.ones((1, 3)))
+    verbs = (lambda: paceline.evaluate(run), lambda: paceline.predict(run, tmp_path / "in.npy"),
+             lambda: paceline.open(run))
+    for edited in ("", "own_rows.py", "job.py"):
+        if edited:
+            with (tmp_path / edited).open("a") as file:
+                file.write("# another line\n")
+        for verb in verbs:
+            capfd.readouterr()
+            verb()
+            said = capfd.readouterr().err
+            assert ("changed since" in said) == bool(edited)
+            assert f"{tmp_path / edited}" in said or not edited

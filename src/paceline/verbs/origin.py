@@ -1,7 +1,8 @@
-"""Where a run comes from: versions, machine, command, and the state of the job's repository."""
+"""Where a run comes from: versions, machine, command, the job's files and the state of their repository."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shlex
 import subprocess
@@ -10,6 +11,9 @@ import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from paceline.jobfile import imported_by
+from paceline.runtime.folder import ORIGIN, read_document
 
 GIT_TIMEOUT_S = 2.0  # a repository whose state takes longer is left out
 
@@ -24,7 +28,23 @@ def origin(source: Path | None) -> dict[str, Any]:
     return {"paceline": __version__, "torch": metadata.version("torch"),
             "python": platform.python_version(), "platform": platform.platform(), "host": platform.node(),
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": shlex.join(sys.argv),
+            "files": {} if source is None else {str(path): _digest(path) for path in imported_by(source)},
             "git": None if source is None else _repository(source.resolve().parent)}
+
+
+def note_edits(run_dir: Path) -> None:
+    """Say on stderr which files of a run's job are not what they were when the run began."""
+    files = read_document(run_dir, ORIGIN).get("files") if (run_dir / ORIGIN).exists() else None
+    if edited := [path for path, digest in (files or {}).items() if _digest(Path(path)) != digest]:
+        print(f"note: {', '.join(edited)} changed since {run_dir} began: the weights are the run's, all else is what "
+              "the files say now", file=sys.stderr, flush=True)
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return "missing"
 
 
 def _repository(directory: Path) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from paceline.reports.comparison import compare as compared
 from paceline.reports.page import Alternatives, write
 from paceline.reports.record import RunRecord
 from paceline.runtime import folder
+from paceline.verbs.origin import note_edits
 from paceline.verbs.planning import plan
 
 MOST_PLANS = 8  # that the page lists
@@ -58,6 +59,7 @@ def _alternatives(path: Path) -> Alternatives | None:
     if record.origin.get("host") != platform.node():
         return Alternatives(note=f"The run was on {record.origin.get('host', 'another host')}, so other plans were not "
                                  "priced here.")
+    note_edits(path)
     try:
         answer = plan(JobFile.from_dict(dict(record.job)), Cluster.local(), calibrate_s=0.0)
     except (PacelineError, OSError) as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import CheckpointError, UsageError
 from paceline.jobfile import JobFile
 from paceline.runtime import folder
+from paceline.verbs.origin import note_edits
 from paceline.verbs.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ def open(run: str | Path, *, job: Job | JobFile | None = None) -> Result:
     run_dir = Path(run)
     plan = folder.read_document(run_dir, folder.PLAN)
     if job is None and (run_dir / folder.JOB).exists():
+        note_edits(run_dir)
         job = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
     figures = folder.read_summary(run_dir)
     if not figures:
