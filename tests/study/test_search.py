@@ -144,6 +144,46 @@ def test_when_all_trials_fail_their_common_cause_is_told_once(job: str, tmp_path
     assert len(json.loads((tmp_path / "run" / "study.json").read_text())["trials"]) < 12
 
 
+@pytest.mark.parametrize("reason", [
+    'f"no such luck: {lr} at {os.getcwd()}/trial-{width}/x.txt, {object()}"', 'f"{lr!r} is no {width}"',
+    """f"there is no '{'ab'[width % 2]}' in /tmp/{width}\""""])
+def test_one_reason_is_one_reason_whatever_numbers_and_paths_it_has(job: str, tmp_path: Path, reason: str):
+    Path(job).write_text(Path(job).read_text().replace('"no such luck"', reason))
+    with pytest.raises(PacelineError, match="trials all failed"):
+        pl.search(job, 15, settings={"fails": "error"}, procs=1, run=tmp_path / "run")
+    assert len(json.loads((tmp_path / "run" / "study.json").read_text())["trials"]) < 8
+
+
+def test_a_space_and_a_job_may_prune_a_trial(job: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """With Optuna's own exception, as its users do; the search goes on. What is not varied is said."""
+    Path(job).write_text(Path(job).read_text().replace("    def judged(", """    if width == 5:
+        import optuna
+        raise optuna.TrialPruned("too wide")
+    def judged("""))
+
+    def space(trial: Any) -> dict[str, Any]:
+        if trial.number % 3 == 2:
+            raise optuna.TrialPruned
+        return {"width": 4 + trial.number % 3}
+
+    study = pl.search(job, 7, settings=WORKS, space=space, procs=2, run=tmp_path / "run")
+    reasons = [None, "the job pruned it: too wide", "the space pruned it: "]
+    assert [trial.get("refused") for trial in study["trials"]] == [reasons[number % 3] for number in range(7)]
+    assert states(study) == ["refused" if number % 3 else "complete" for number in range(7)]
+    assert "not varied" not in capfd.readouterr().err
+    pl.search(job, 1, settings=WORKS, procs=1, run=tmp_path / "more")
+    assert "not varied: epochs=3 pause_s=0; --vary" in capfd.readouterr().err
+
+
+def test_an_objective_may_have_any_name_that_a_metric_can_have(job: str, tmp_path: Path):
+    """With a colon, which also parts it from its direction, and with a slash, which also parts folders."""
+    Path(job).write_text(Path(job).read_text().replace('"worst":', '"val/top:1":'))
+    for objective in ("val/top:1", ["val/top:1:max", "loss"]):
+        study = pl.search(job, 2, settings=WORKS, objective=objective, procs=1, run=tmp_path / f"run-{len(objective)}")
+        assert study["objectives"][0]["name"] == "val/top:1"
+        assert study["objectives"][0]["direction"] == ("maximize" if isinstance(objective, list) else "minimize")
+
+
 def test_a_figure_that_is_not_a_number_for_a_while_does_not_prune(job: str, tmp_path: Path):
     """A pruner would give it up; its last value counts."""
     text = Path(job).read_text()
@@ -202,6 +242,9 @@ def test_the_pareto_front_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert report.draw(study, objectives, tmp_path) == [tmp_path / "pareto.svg"]
     assert drawn == [*(f"{kind}-{name}" for name in ("validation_loss", "parameters")
                        for kind in ("history", "parallel", "importances")), "pareto"]
+    from matplotlib import pyplot
+
+    assert save(lambda: pyplot.subplots()[1], tmp_path, "history-val/top:1") == tmp_path / "history-val-top-1.svg"
 
 
 def test_a_space_can_have_conditions(job: str, tmp_path: Path):

@@ -119,6 +119,25 @@ def test_a_resumed_study_draws_other_trials_than_before(job: str, tmp_path: Path
     assert len({trial["params"]["lr"] for trial in study["trials"]}) == 4
 
 
+def test_a_study_that_chooses_from_other_values_now_is_refused_before_a_trial(job: str, tmp_path: Path):
+    """Optuna can't go on with it. Other ends of a range, and another parameter, are no reason."""
+    run = tmp_path / "run"
+    pl.search(job, 1, settings={**WORKS, "pause_s": 0}, vary={"epochs": "1,2"}, procs=1, run=run)
+    for vary, message in (({"epochs": "1,2,3"}, r"epochs from 1 or 2, and it is from 1 or 2 or 3 now"),
+                          ({"epochs": "1..2"}, r"epochs from 1 or 2, and it is from 1\.\.2 now"),
+                          ({"epochs": "1,2", "lr": "1e-4..1e-1"}, r"lr from 0\.0001\.\.0\.1:log, and it is from")):
+        with pytest.raises(UsageError, match=message):
+            pl.search(job, 2, settings={**WORKS, "pause_s": 0}, vary=vary, procs=1, run=run, resume=True)
+    text = Path(job).read_text()
+    Path(job).write_text(text.replace('["relu", "tanh"]', '["relu", "tanh", "silu"]'))
+    with pytest.raises(UsageError, match=r"net\.act from relu or tanh, and it is from relu or tanh or silu now"):
+        pl.search(job, 2, settings={**WORKS, "pause_s": 0}, vary={"epochs": "1,2"}, procs=1, run=run, resume=True)
+    Path(job).write_text(text.replace("epochs: int = 3", "decay: Literal[0, 1] = 0, epochs: int = 3"))
+    study = pl.search(job, 2, settings={**WORKS, "pause_s": 0}, vary={"epochs": "1,2", "width": "2..32"}, procs=1,
+                      run=run, resume=True)
+    assert [trial["state"] for trial in study["trials"]] == ["complete"] * 2
+
+
 def test_a_folder_with_a_search_is_not_taken_for_another(job: str, tmp_path: Path):
     """Unless it is resumed, and then for the same objectives."""
     run = tmp_path / "run"

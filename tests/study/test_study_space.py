@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
@@ -38,6 +39,33 @@ def test_annotated_parameters_are_varied_and_others_are_not():
         "width": Numbers(32, 256, 32, False, whole=True), "act": Options(("relu", "gelu")),
         "norm": Options((False, True))}
     assert search_space.example() == {"lr": 1e-3, "layers": 2, "width": 64, "act": "relu", "norm": False}
+
+
+class Act(Enum):
+    RELU, TANH = "relu", "tanh"
+
+
+def test_types_that_list_their_values_are_varied_and_others_are_named():
+    """Also with None, as a sum of several, and as an Enum; the trial's function gets what its type says."""
+    def listed(a: Literal["x", "y"] | None = None, b: Optional[Literal[1, 2]] = 2, c: Act = Act.TANH,  # noqa: UP045
+               d: Act | None = None, e: Literal["x"] | Literal["y"] = "y",
+               f: Annotated[Literal["x", "y"] | None, "a note"] = "x", g: Literal["x", "y"] = None,  # type: ignore[assignment]  # noqa: RUF013
+               h: bool = True, i: float | None = 0.5, j: Literal["x"] | int = 3, k: Literal[Act.RELU] = Act.RELU,
+               m="text") -> Any:  # type: ignore[no-untyped-def]
+        given.append((a, c, d))
+        return None
+
+    given: list[Any] = []
+    function = JobFunction(listed, Path("net.py"))
+    search_space = read(function)
+    assert dict(search_space.domains) == {
+        "a": Options(("x", "y", None)), "b": Options((1, 2, None)), "c": Options(("relu", "tanh")),
+        "d": Options(("relu", "tanh", None)), "e": Options(("x", "y")), "f": Options(("x", "y", None)),
+        "g": Options(("x", "y", None))}
+    assert search_space.kept == {"h": True, "i": 0.5, "j": 3, "k": "relu", "m": "text"}
+    with pytest.raises(JobError, match="returned None"):
+        function.job({**search_space.example(), "d": "relu"})
+    assert given == [(None, Act.TANH, Act.RELU)]
 
 
 def test_settings_fix_and_vary_widens():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.choices import choosing
@@ -11,9 +11,10 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.jobfile import JobFunction
 from paceline.plans import Plan
-from paceline.study.controller import Request
+from paceline.study.controller import Request, domain_of
 from paceline.study.objectives import check_reported
 from paceline.study.samplers import make_pruner, make_sampler
+from paceline.study.space import Domain, Options
 from paceline.study.storage import optuna, quiet
 
 if TYPE_CHECKING:
@@ -25,29 +26,31 @@ if TYPE_CHECKING:
 _ASKED = "paceline:asked"  # user attribute of a study: what it searches for, the same for all who share it
 
 
-def probe(function: JobFunction, request: Request) -> Job:
+def probe(function: JobFunction, request: Request) -> tuple[Job, dict[str, Domain]]:
     """Build the job once, with its defaults: refuses what no trial could do, and leaves warm what it loads.
+
+    Returns the job, and what its model lets choose, by name.
 
     Raises:
         UsageError: nothing to vary, or an objective that the job won't report.
     """
     import torch
 
-    met: list[str] = []
+    met: dict[str, Domain] = {}
 
     def note(name: str, options: Sequence[Any]) -> Any:
-        met.append(name)
+        met[name] = Options(tuple(options))
         return options[0]
 
     job = function.job({name: value for name, value in request.space.example().items() if "." not in name})
     check_reported(request.objectives, job)
     with choosing(note), torch.device("meta"):
         job.model()
-    if not request.space.domains and request.define is None and not set(met) - set(request.space.fixed):
+    if not request.space.domains and request.define is None and not met.keys() - request.space.fixed.keys():
         raise UsageError(f"there is nothing to search: each parameter of {function.name}() with a range and each "
                          "choice in its model is set, or there are none",
                          hint="lr: Annotated[float, pl.Log(1e-5, 1e-1)] in the signature, or --vary lr=1e-5..1e-1:log")
-    return job
+    return job, {**met, **request.space.domains}
 
 
 def body(function: JobFunction) -> TrialBody:
@@ -83,3 +86,18 @@ def open_study(storage: BaseStorage, name: str, request: Request, *, sampler: An
     begun.set_user_attr(_ASKED, subject)
     begun.sampler = make_sampler(sampler, num_objectives=count, seed=seed + 7919 * len(begun.get_trials(False)))
     return begun
+
+
+def refuse_changes(study: Study, domains: Mapping[str, Domain]) -> None:
+    """
+    Raises:
+        UsageError: what earlier trials of the study chose from is not what it is now. Ranges may become others.
+    """
+    for trial in study.get_trials(deepcopy=False):
+        for name, distribution in trial.distributions.items():
+            before, now = domain_of(distribution), domains.get(name)
+            if now is not None and (isinstance(before, Options) or isinstance(now, Options) or (
+                    before.is_log, before.whole) != (now.is_log, now.whole)) and before != now:
+                raise UsageError(f"study '{study.study_name}' was begun with {name} from {before}, and it is from {now}"
+                                 " now; a study keeps its choices and the kind of its ranges",
+                                 hint="start another study (--run DIR, --study NAME), or give the old one with --vary")

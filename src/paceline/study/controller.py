@@ -7,6 +7,7 @@ free. All that must outlive this process is in Optuna's storage.
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import time
 import warnings
@@ -50,7 +51,7 @@ class Running:
 
     params: Settings of the job, and choices of its model so far.
     plan: None until the planner has chosen.
-    wrong: Why no plan can be had of `plan_of`, if so.
+    wrong: Why no plan can be had of `plan_of`, if so. refused: Why the user's space pruned it, if so.
     predicted: What was priced; None before.
     num_reported: Evaluations that Optuna has already, from before this controller.
     curious: Ranks that asked whether the trial's weights are worth keeping. keeps: what they were told.
@@ -60,6 +61,7 @@ class Running:
     params: dict[str, Any]
     plan: str | None
     wrong: str | None = None
+    refused: str | None = None
     predicted: dict[str, float] | None = None
     slots: tuple[int, ...] = ()
     began_s: float = field(default_factory=time.monotonic)
@@ -203,9 +205,14 @@ class Controller:
 
     def _prepare(self, trial: optuna.trial.Trial) -> Running:
         """Claim a trial, and sample what is known of its parameters before its model is built."""
+        import optuna
+
         trial.set_user_attr(OWNER, self.owner)
         fixed = self.request.space.fixed
-        params = dict(self.request.define(trial)) if self.request.define is not None else {}
+        try:
+            params = dict(self.request.define(trial)) if self.request.define is not None else {}
+        except optuna.TrialPruned as pruned:
+            return Running(trial, dict(trial.params), None, refused=f"the space pruned it: {pruned}")
         params = {**params, **{name: suggest(trial, name, domain)
                                for name, domain in self.request.space.domains.items() if name not in params}, **fixed}
         plan, wrong = self._plan_of(params)
@@ -224,6 +231,9 @@ class Controller:
 
     def _start(self, running: Running) -> bool:
         """Start a trial, or its pricing, if the devices that it needs are free; fail it if there are none."""
+        if running.refused is not None:
+            self._tell(running, "PRUNED", {"refused": running.refused})
+            return True
         needed = Plan.read(running.plan).world_size if running.plan is not None else 1
         wrong = running.wrong
         if needed > largest(self.pool):
@@ -327,6 +337,8 @@ class Controller:
         if event.failure is not None:
             where = f"{event.failure.where}: " if event.failure.where else ""
             self._fail(running, f"{where}{event.failure.message}", event.failure.kind)
+        elif "refused" in (event.value or {}):
+            self._tell(running, "PRUNED", event.value)
         elif "figures" in (event.value or {}):
             self._price(running, event.value)
         elif event.value and not event.value.get("preempted"):
@@ -382,7 +394,7 @@ class Controller:
         """A trial that fails does so sooner than one that works: those begun before one that runs are counted alone."""
         oldest = min((running.number for running in self.running.values()), default=math.inf)
         first = [reason for number, reason in self.failures.items() if number < oldest]
-        enough = _ALIKE_TO_GIVE_UP if len({_head(reason) for reason in first}) == 1 else _FAILED_TO_GIVE_UP
+        enough = _ALIKE_TO_GIVE_UP if len({cause_of(reason) for reason in first}) == 1 else _FAILED_TO_GIVE_UP
         if len(first) >= enough:
             raise AllFailed(f"the first {len(first)} trials all failed; {common_cause(first)}",
                             hint=f"the logs are in {self.run_dir / 'trials'}")
@@ -424,13 +436,21 @@ def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> 
     return trial.suggest_float(name, domain.low, domain.high, step=domain.step, log=domain.is_log)
 
 
+def domain_of(distribution: Any) -> Numbers | Options:
+    """What `suggest` made a distribution of."""
+    if hasattr(distribution, "choices"):
+        return Options(tuple(distribution.choices))
+    return Numbers(distribution.low, distribution.high, distribution.step, distribution.log,
+                   whole=isinstance(distribution.low, int))
+
+
 def common_cause(reasons: Sequence[str]) -> str:
     """What most of the failed trials failed of, said once."""
-    heads = [_head(reason) for reason in reasons]
+    heads = [cause_of(reason) for reason in reasons]
     most = max(heads, key=heads.count)
-    count = heads.count(most)
-    return f"{count} of them of this: {next(reason for reason in reasons if reason.startswith(most))}"
+    return f"{heads.count(most)} of them of this: {reasons[heads.index(most)]}"
 
 
-def _head(reason: str) -> str:
-    return reason.partition("\n")[0]
+def cause_of(reason: str) -> str:
+    """A reason's first line without what may differ from trial to trial: paths, numbers, and words in quotes."""
+    return re.sub(r"'[^']*'|\"[^\"]*\"|[^\s:]*/[^\s:]*|[-+]?\d[\w.+-]*", "_", reason.partition("\n")[0])

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from paceline.study.controller import cause_of
 from paceline.study.trials import best_trial, counted, state_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class StudyDisplay:
         self.done_before: int | None = None
         self.best: int | None = None
         self.num_seen = 0
-        self.shown_heads: set[str] = set()
+        self.shown_causes: set[str] = set()
         if sys.stderr.isatty():
             self._go_live()
 
@@ -66,9 +67,8 @@ class StudyDisplay:
                                zip(controller.request.objectives, best.values, strict=True))
             self._say(f"trial {best.number}: best so far, {values}  {settings(best.params)}")
         for reason in controller.failures.values():
-            head = reason.partition("\n")[0]
-            if head not in self.shown_heads:
-                self.shown_heads.add(head)
+            if (cause := cause_of(reason)) not in self.shown_causes:
+                self.shown_causes.add(cause)
                 self._say(f"a trial failed: {reason}")
 
     def _line(self, controller: Controller) -> str:

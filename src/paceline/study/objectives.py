@@ -29,19 +29,15 @@ class Objective:
     @classmethod
     def parse(cls, text: str) -> Objective:
         """
-        >>> Objective.parse("accuracy:max")
-        Objective(name='accuracy', direction='maximize')
-
-        Raises:
-            UsageError: what follows the colon is neither min nor max.
+        >>> Objective.parse("accuracy:max"), Objective.parse("top:5")
+        (Objective(name='accuracy', direction='maximize'), Objective(name='top:5', direction='minimize'))
         """
-        name, colon, way = text.partition(":")
-        if way not in (("min", "max") if colon else ("",)):
-            raise UsageError(f"objective '{text}' must be NAME, NAME:min or NAME:max")
-        return cls(name, "maximize" if way == "max" else "minimize")
+        name, _, way = text.rpartition(":")
+        return cls(name if way in ("min", "max") else text, "maximize" if way == "max" else "minimize")
 
     def __str__(self) -> str:
-        return f"{self.name}:max" if self.direction == "maximize" else self.name
+        way = "max" if self.direction == "maximize" else "min" if ":" in self.name else ""
+        return f"{self.name}:{way}" if way else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,7 @@ class Limit:
 def parse_objectives(texts: str | Iterable[str] | None) -> tuple[Objective, ...]:
     """
     Raises:
-        UsageError: one can't be read, or is there twice.
+        UsageError: one is there twice.
     """
     words = [texts] if isinstance(texts, str) else list(texts or ())
     objectives = tuple(Objective.parse(word) for word in words or [VALIDATION_LOSS])
@@ -104,6 +100,8 @@ def check_reported(objectives: Sequence[Objective], job: Job) -> None:
     known = (*evaluated, *_MEASURED, *PREDICTED)
     for objective in objectives:
         if objective.name not in known:
+            if ":" in objective.name:
+                raise UsageError(f"the job reports no '{objective.name}'; an objective is NAME, NAME:min or NAME:max")
             hint = ("give the Job validation=, or search for another --objective"
                     if objective.name == VALIDATION_LOSS else None)
             raise UsageError(f"the job reports no '{objective.name}', {nearest(objective.name, known)}", hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import warnings
@@ -134,7 +135,7 @@ def _save(plot: Any, run_dir: Path, name: str) -> Path | None:
     except (ValueError, RuntimeError):  # too few trials for this figure
         return None
     figure = axes.figure if hasattr(axes, "figure") else axes.flat[0].figure
-    path = run_dir / f"{name}.svg"
+    path = run_dir / (re.sub(r"[^\w.-]", "-", name) + ".svg")
     figure.set_size_inches(10, 6)
     figure.savefig(path, bbox_inches="tight")
     pyplot.close(figure)

@@ -6,7 +6,8 @@ import inspect
 import math
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from paceline.errors import JobError, UsageError, nearest
@@ -70,11 +71,15 @@ Domain = Numbers | Options
 
 @dataclass(frozen=True)
 class Space:
-    """What is varied and what is set. defaults: of what is varied, where the job has them."""
+    """What is varied and what is set.
+
+    defaults: of what is varied, where the job has them. kept: of what is neither varied nor set.
+    """
 
     domains: Mapping[str, Domain]
     fixed: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     def example(self) -> dict[str, Any]:
         """Settings to build the job with before the first trial."""
@@ -94,13 +99,15 @@ def read(function: JobFunction, *, settings: Mapping[str, Any] = {}, vary: Mappi
     """
     parameters = function.parameters()
     varied, problems = _varied(parameters, settings, vary)
-    domains, defaults, faults = dict(varied), {}, []
+    domains, defaults, kept, faults = dict(varied), {}, {}, []
     for name, (kind, default) in parameters.items():
         if name in settings:
             continue
         try:
             domain = varied.get(name) or _domain(kind)
+            default = default.value if isinstance(default, Enum) else default
             if domain is None:
+                kept[name] = default
                 continue
             domains[name] = domain
             if default is not inspect.Parameter.empty and (name not in varied or default in domain):
@@ -112,7 +119,7 @@ def read(function: JobFunction, *, settings: Mapping[str, Any] = {}, vary: Mappi
         raise UsageError("; ".join(problems), hint=f"--vary NAME={SPECIFICATION}; --set NAME=VALUE")
     if faults:
         raise JobError(f"{function.name}() in {function.path.name}: {'; '.join(faults)}")
-    return Space(domains, dict(settings), defaults)
+    return Space(domains, dict(settings), defaults, kept)
 
 
 def _varied(parameters: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any],
@@ -184,7 +191,22 @@ def _domain(kind: Any) -> Domain | None:
         return _numbers(marks[0], plain)
     if nested := next(_marks_inside(plain), None):
         raise ValueError(f"{nested} must stand around the whole type: Annotated[..., {nested}]")
-    return Options(get_args(plain)) if get_origin(plain) is Literal else None
+    options = _listed(plain)
+    return Options(tuple(options)) if options and options != [None] else None
+
+
+def _listed(kind: Any) -> list[Any]:
+    """All values of a type that lists them, as settings have them; empty of any other."""
+    if get_origin(kind) is Annotated:
+        return _listed(get_args(kind)[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        parts = [_listed(part) for part in get_args(kind)]
+        return [value for part in parts for value in part] if all(parts) else []
+    if kind is types.NoneType:
+        return [None]
+    values = get_args(kind) if get_origin(kind) is Literal else (
+        [member.value for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else [])
+    return list(values) if all(value is None or type(value) in (bool, int, str) for value in values) else []
 
 
 def _marks_inside(kind: Any) -> Iterator[Range | Log]:

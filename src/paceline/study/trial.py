@@ -35,7 +35,8 @@ class TrialDevices:
 class TrialBody:
     """What ranks of a pool do in a search.
 
-    Payloads: {"do": "price", "train" or "test", "params", "devices", "memory", "plan", "figures", "run_dir"}.
+    Payloads: {"do": "price", "train" or "test", "params", "devices", "memory", "plan", "figures", "run_dir"}. They
+    return {"refused": why} where the job's function raises `optuna.TrialPruned`.
     """
 
     def __init__(self, function: JobFunction) -> None:
@@ -44,7 +45,12 @@ class TrialBody:
     def __call__(self, context: RankContext, payload: Mapping[str, Any], line: Line) -> Any:
         params, devices = payload["params"], TrialDevices(payload["devices"], payload["memory"])
         with choosing(asking(line, {name: value for name, value in params.items() if "." in name})):
-            job = self.function.job({name: value for name, value in params.items() if "." not in name})
+            try:
+                job = self.function.job({name: value for name, value in params.items() if "." not in name})
+            except JobError as error:
+                if type(error.__cause__).__name__ == "TrialPruned":
+                    return {"refused": f"the job pruned it: {error.__cause__}"}
+                raise
             if payload["do"] == "price":
                 return price(job, payload["plan"], devices, payload["figures"])
             if payload["do"] == "test":

@@ -21,12 +21,12 @@ from paceline.launch.worker_pool import WorkerPool
 from paceline.plans import Plan
 from paceline.runtime import folder
 from paceline.study import report
-from paceline.study.begin import open_study, probe
+from paceline.study.begin import open_study, probe, refuse_changes
 from paceline.study.controller import AUTO, AllFailed, Controller, PlanOf, Request, common_cause
 from paceline.study.objectives import Limit, parse_objectives
 from paceline.study.samplers import make_pruner, make_sampler
 from paceline.study.space import read
-from paceline.study.storage import JOURNAL, opened
+from paceline.study.storage import JOURNAL, opened, optuna
 from paceline.study.target import ExecutionTarget, here, on_ray
 from paceline.study.trials import RECORD, best_trial, counted, state_of
 from paceline.study.winner import read_test_data
@@ -94,7 +94,7 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
                       source)
     make_sampler(sampler, num_objectives=len(objectives), seed=seed)  # a wrong name, before anything takes time
     make_pruner(pruner, num_objectives=len(objectives), evaluations=None)
-    example = probe(function, request)
+    example, varied = probe(function, request)
     run_dir = Path(run) if run is not None else folder.fresh_name(f"search-{function.path.stem}")
     _check_free(run_dir, resume=resume)
     with (folder.claimed(folder.writable(run_dir)), site.open(run_dir) as pool,
@@ -102,6 +102,7 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
         begun = open_study(database, study or run_dir.resolve().name, request, sampler=sampler,
                            pruner=pruner, seed=seed, example=example, function=function,
                            joins=resume or storage is not None)
+        refuse_changes(begun, varied)
         return _run(begun, pool, request, run_dir, example, is_shared=storage is not None)
 
 
@@ -145,6 +146,8 @@ def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
     def checked(trial: Any) -> Mapping[str, Any]:
         try:
             params = define(trial)
+        except optuna().TrialPruned:
+            raise
         except Exception as error:  # the user's code may raise anything
             raise JobError(f"the space raised {type(error).__name__} at {user_frames(error)[0]}: {error}") from error
         parameters = function.parameters()
@@ -170,10 +173,13 @@ def _check_free(run_dir: Path, *, resume: bool) -> None:
 def _run(study: Any, pool: WorkerPool, request: Request, run_dir: Path, example: Job, *,
          is_shared: bool) -> StudyResult:
     from paceline.study.display import StudyDisplay
+    from paceline.study.display import settings as settings_text
 
     objectives = request.objectives
     print(f"study {study.study_name}: {request.num_trials} trials on {pool.describe()}, "
           f"{' and '.join(map(str, objectives))}\nrun folder {run_dir}", file=sys.stderr, flush=True)
+    if request.define is None and request.space.kept:
+        print(f"not varied: {settings_text(request.space.kept)}; --vary NAME=DOMAIN varies them", file=sys.stderr)
     display, written_s = StudyDisplay(request.num_trials), time.monotonic()
     stopped: list[int] = []
 
