@@ -120,11 +120,11 @@ def test_what_has_no_address_and_what_does_not_answer(monkeypatch: pytest.Monkey
 
 
 def test_a_stranger_is_sent_nothing_back():
-    """A connection without the token is closed."""
+    """A connection without the key is closed."""
     server_end, stranger_end = socket.socketpair()
     with server_end, stranger_end:
         server_end.sendall(b"x" * 16)
-        doctor_hosts._answer(stranger_end, b"y" * 16)
+        doctor_hosts._answer(stranger_end, b"y" * 32)
         stranger_end.close()
         assert server_end.recv(10) == b""
 

@@ -26,6 +26,7 @@ from paceline.errors import ClusterError, PeerLost
 from paceline.launch import environment, hosts
 from paceline.launch.environment import address_towards, interface_towards
 from paceline.launch.fork import in_a_fork
+from paceline.launch.run_keys import run_key
 
 PINGS = 20  # of which the median counts
 SEND_S = 0.4  # how long a host sends as fast as it can to another
@@ -34,7 +35,6 @@ CHUNK_BYTES = 2**20
 CONNECT_S = 5.0
 SLOW_PART = 0.5  # of the median pair's bandwidth; a pair below it is told: a ring goes at the pace of its slowest link
 GIVE_UP_S = 15.0  # after the time that torch was given: an error of torch's takes seconds on a busy machine
-_TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,11 @@ def _refusal(meet: Callable[[str], Any], address: str, timeout_s: float) -> str 
 
 def _examined(place: HostPlace, store: Any, meets_at: str, timeout_s: float) -> list[Finding]:
     own_report = _report(place, meets_at)
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    nonce = secrets.token_hex(16)
     listener = socket.create_server((own_report.address or "", 0))
     with closing(listener):
-        threading.Thread(target=_answer_all, args=(listener, token), daemon=True).start()
-        store.set(f"at/{place.index}", json.dumps([own_report.address, listener.getsockname()[1], token.hex()]))
+        threading.Thread(target=_answer_all, args=(listener, run_key("links", nonce)), daemon=True).start()
+        store.set(f"at/{place.index}", json.dumps([own_report.address, listener.getsockname()[1], nonce]))
         everyone = range(place.num_hosts)
         _await(store, [f"at/{index}" for index in everyone], timeout_s)
         doors = {index: json.loads(store.get(f"at/{index}")) for index in everyone}
@@ -264,7 +264,7 @@ def _address_of(interface: str | None) -> str | None:
 # --- A pair -----------------------------------------------------------------------------------------------------
 
 
-def _answer_all(listener: socket.socket, token: bytes) -> None:
+def _answer_all(listener: socket.socket, key: bytes) -> None:
     """Until the listener is closed; one host at a time comes."""
     while True:
         try:
@@ -274,12 +274,12 @@ def _answer_all(listener: socket.socket, token: bytes) -> None:
         with other, suppress(OSError):
             other.settimeout(CONNECT_S)
             other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _answer(other, token)
+            _answer(other, key)
 
 
-def _answer(other: socket.socket, token: bytes) -> None:
+def _answer(other: socket.socket, key: bytes) -> None:
     """Send back each byte of a ping, then take what comes until it ends, and say how many bytes came."""
-    if not secrets.compare_digest(_exactly(other, _TOKEN_BYTES), token):
+    if not secrets.compare_digest(_exactly(other, len(key)), key):
         return
     for _ in range(PINGS):
         other.sendall(_exactly(other, 1))
@@ -289,12 +289,12 @@ def _answer(other: socket.socket, token: bytes) -> None:
     other.sendall(count.to_bytes(8, "big"))
 
 
-def measured(other: int, address: str | None, port: int, token: str) -> PairLink:
+def measured(other: int, address: str | None, port: int, nonce: str) -> PairLink:
     """The link to another host."""
     try:
         with socket.create_connection((address or "", port), timeout=CONNECT_S) as there:
             there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            there.sendall(bytes.fromhex(token))
+            there.sendall(run_key("links", nonce))
             times_s = [_ping_s(there) for _ in range(PINGS)]
             begin_s, sent, chunk = time.perf_counter(), 0, bytes(CHUNK_BYTES)
             while time.perf_counter() - begin_s < SEND_S and sent < SEND_MOST_BYTES:

@@ -8,12 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import paceline as pl
 from paceline.jobfile import JobFile
@@ -49,6 +52,7 @@ def job(mark: str = "", pause_s: float = 0.0):
 """
 PACELINE = [sys.executable, "-m", "paceline", "train"]
 CHECKED = pytest.mark.checked_runs
+SECRET = "known to hosts alone"
 
 
 @pytest.fixture
@@ -85,8 +89,13 @@ def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
     port = free_port()
     words = ["train", str(job_file), "--run", str(tmp_path / "run"), "--plan", plan, "--hosts", "2:2",
              "--patience", "20", "--set", f"mark={tmp_path / 'killed'}", "--set", "pause_s=0.05"]
-    hosts = [Command(words, environ(index, 2, "127.0.0.1", port), tmp_path / f"host-{index}") for index in range(2)]
+    hosts = [Command(words, environ(index, 2, "127.0.0.1", port) | {"PACELINE_SECRET": SECRET},
+                     tmp_path / f"host-{index}") for index in range(2)]
+    seen: dict[str, bytes] = {}
+    stranger = threading.Thread(target=read_store, args=(port, seen))
+    stranger.start()
     codes = [host.wait() for host in hosts]
+    stranger.join()
     stderr_texts = [host.stderr.read_text() for host in hosts]
     assert codes == [0, 0], stderr_texts
     assert all("rank 1 on" in text and "killed by SIGKILL; all ranks start again" in text
@@ -94,7 +103,21 @@ def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
     assert pl.audit(tmp_path / "run").passed
     pl.train(JobFile.parse(str(job_file), {}), plan, run=tmp_path / "whole", check=False, table=False)
     assert difference(tmp_path / "run", tmp_path / "whole") == 0.0
+    assert seen and not [key for key, value in seen.items() if SECRET.encode() in value]
     return stderr_texts
+
+
+def read_store(port: int, seen: dict[str, bytes]) -> None:
+    """Read all that is in the store, as anybody can who reaches its port, until it is gone."""
+    store = None
+    for _ in range(1000):
+        try:
+            store = store or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
+            seen |= {key: store.get(key) for key in store.list_keys() if key not in seen and store.check([key])}
+        except (RuntimeError, dist.DistError):
+            if seen:
+                return
+        time.sleep(0.05)
 
 
 @pytest.mark.timeout(120)

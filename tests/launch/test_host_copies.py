@@ -29,7 +29,7 @@ def hosts() -> Iterator[list[HostCopies]]:
 
 
 def address_of(host: HostCopies) -> CopyAddress:
-    return CopyAddress("127.0.0.1", host.address.port, host.address.secret)
+    return CopyAddress("127.0.0.1", host.address.port, host.address.nonce)
 
 
 def copy(host: HostCopies, step: int, size: int = 1000) -> None:

@@ -1,6 +1,6 @@
 """Copies of ranks' state that hosts read from each other's memory.
 
-Each host's process serves what is in its memory. A peer proves that it knows the host's secret, and so does the host;
+Each host's process serves what is in its memory. A peer proves that it knows the host's key, and so does the host;
 then the peer asks for parts of copies, in requests and answers of fixed forms. Nothing is written at a peer's word but
 the two numbers that say what the peer has taken over.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 import socket
 import struct
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from paceline.launch.run_keys import run_key
 from paceline.launch.step_slots import PIECE_BYTES, StepSlots
 from paceline.launch.strangers import Unproven
 
@@ -43,18 +43,22 @@ class Offers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CopyAddress:
-    """Where a host serves its copies."""
+    """Where a host serves its copies, and the nonce of the key that a peer proves to know; nothing of it is secret."""
 
     host: str
     port: int
-    secret: str
+    nonce: str
+
+    @property
+    def key(self) -> bytes:
+        return run_key("copies", self.nonce)
 
 
 class CopyServer:
     """Serves the slots of this host until it is closed, a thread a peer."""
 
-    def __init__(self, slots: StepSlots, offers: Offers, secret: str) -> None:
-        self._slots, self._offers, self._secret = slots, offers, secret.encode()
+    def __init__(self, slots: StepSlots, offers: Offers, key: bytes) -> None:
+        self._slots, self._offers, self._key = slots, offers, key
         self._listener = (socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
                           if socket.has_dualstack_ipv6() else socket.create_server(("", 0), backlog=1024))
         self.port: int = self._listener.getsockname()[1]
@@ -92,9 +96,9 @@ class CopyServer:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(nonce)
         peer_nonce = _exactly(sock, _NONCE_BYTES)
-        if not hmac.compare_digest(_exactly(sock, _PROOF_BYTES), _proof(self._secret, b"peer", nonce, peer_nonce)):
+        if not hmac.compare_digest(_exactly(sock, _PROOF_BYTES), _proof(self._key, b"peer", nonce, peer_nonce)):
             return False
-        sock.sendall(_proof(self._secret, b"host", nonce, peer_nonce))
+        sock.sendall(_proof(self._key, b"host", nonce, peer_nonce))
         return True
 
     def _answer(self, sock: socket.socket, request: int, slot: int, step: int, offset: int, count: int) -> bool:
@@ -136,10 +140,10 @@ class CopyReader:
         self._sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
         self._lock = threading.Lock()
         try:
-            secret, nonce = address.secret.encode(), secrets.token_bytes(_NONCE_BYTES)
+            key, nonce = address.key, secrets.token_bytes(_NONCE_BYTES)
             host_nonce = _exactly(self._sock, _NONCE_BYTES)
-            self._sock.sendall(nonce + _proof(secret, b"peer", host_nonce, nonce))
-            if not hmac.compare_digest(_exactly(self._sock, _PROOF_BYTES), _proof(secret, b"host", host_nonce, nonce)):
+            self._sock.sendall(nonce + _proof(key, b"peer", host_nonce, nonce))
+            if not hmac.compare_digest(_exactly(self._sock, _PROOF_BYTES), _proof(key, b"host", host_nonce, nonce)):
                 raise ConnectionError(f"what answers at {address.host}:{address.port} is no host of this run")
         except BaseException:
             self._sock.close()
@@ -184,8 +188,8 @@ class CopyReader:
         return first, second
 
 
-def _proof(secret: bytes, side: bytes, of_host: bytes, of_peer: bytes) -> bytes:
-    return hmac.new(secret, b"copies " + side + of_host + of_peer, hashlib.sha256).digest()
+def _proof(key: bytes, side: bytes, of_host: bytes, of_peer: bytes) -> bytes:
+    return hmac.new(key, b"copies " + side + of_host + of_peer, hashlib.sha256).digest()
 
 
 def _started(work: Callable[[], None]) -> None:
@@ -203,8 +207,3 @@ def _fill(sock: socket.socket, target: memoryview) -> None:
         if not (count := sock.recv_into(target)):
             raise ConnectionError("the connection to the host's copies was closed")
         target = target[count:]
-
-
-def own_secret() -> str:
-    """What peers prove to know: PACELINE_SECRET where it is set."""
-    return os.environ.get("PACELINE_SECRET") or secrets.token_hex(32)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import errno
 import json
 import mmap
+import secrets
 import threading
 import time
 from collections import deque
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
-from paceline.launch.copy_service import CopyAddress, CopyReader, CopyServer, own_secret
+from paceline.launch.copy_service import CopyAddress, CopyReader, CopyServer
 from paceline.launch.state_copies import StateCopies
 from paceline.launch.step_slots import SLOTS
 
@@ -41,7 +42,7 @@ class HostCopies:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.memory = StateCopies(2 * num_ranks, num_slots=SLOTS + 1)  # one more, for what is being sent
-        self.address = CopyAddress("", 0, own_secret())
+        self.address = CopyAddress("", 0, secrets.token_hex(16))
         shared = mmap.mmap(-1, _NUM_WORDS * _WORD_BYTES + _ORDER_BYTES)
         self._words = memoryview(shared)[:_NUM_WORDS * _WORD_BYTES].cast("q")
         self._text = memoryview(shared)[_NUM_WORDS * _WORD_BYTES:]
@@ -56,8 +57,8 @@ class HostCopies:
 
     def serve(self) -> None:
         """Begin to serve copies, and to keep those of the neighbour."""
-        self._server = CopyServer(self.memory, self, self.address.secret)
-        self.address = CopyAddress("", self._server.port, self.address.secret)
+        self._server = CopyServer(self.memory, self, self.address.key)
+        self.address = replace(self.address, port=self._server.port)
         threading.Thread(target=self._keep, name="paceline-keep", daemon=True).start()
 
     def close(self) -> None:

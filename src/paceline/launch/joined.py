@@ -24,6 +24,7 @@ from paceline.launch.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.liveness import Hub, Liveness, Spoke
 from paceline.launch.process import Body, run_rank, set_up_device
+from paceline.launch.run_keys import run_key
 from paceline.launch.verb_table import VerbTable
 from paceline.launch.watchdog import explained, within
 from paceline.waiting import waiting
@@ -140,10 +141,10 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
             for stream in (sys.stderr,) if environment.rank == 0 else (terminal, sys.stderr):
                 print(f"error: {failure.describe()}", file=stream, flush=True)
 
-    secret = _secret(store, environment, attempt, timeout_s)
+    nonce = agree(store, environment, f"nonce/{attempt}", lambda: secrets.token_hex(16), timeout_s=timeout_s)
     # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
     need_each_other = fault_policy.uses_process_group and environment.world_size > 1
-    liveness = _join_liveness(store, environment, attempt, secret, timeout_s) if need_each_other else None
+    liveness = _join_liveness(store, environment, attempt, nonce, timeout_s) if need_each_other else None
     board, slot = (hosted_rank.board, hosted_rank.slot) if hosted_rank is not None else (HeartbeatTable(1), 0)
     board.write(slot, 0, "build")  # it is watched from here on
     if shares_verbs := hosted_rank is None and environment.local_world_size > 1:
@@ -151,7 +152,8 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
     context = RankContext(
         environment.rank, environment.world_size, environment.local_world_size,
         set_up_device(device, environment.local_world_size), None, board, slot, attempt, timeout_s=timeout_s,
-        secret=secret, encrypts=encrypts, host=address_towards(environment.master_address) or "127.0.0.1",
+        secret=run_key("servers", nonce), encrypts=encrypts,
+        host=address_towards(environment.master_address) or "127.0.0.1",
         num_starts=environment.num_starts, deaths=(0,) * environment.world_size,
         lost=liveness.lost if liveness else [], unreachable=liveness.unreachable if liveness else [],
         hosts=_hosts_of_ranks(store, environment, attempt), verb_row=environment.rank if shares_verbs else None)
@@ -178,28 +180,20 @@ def _give_copies(context: RankContext) -> None:
         context.host_copies, context.copies = hosted_rank.copies, hosted_rank.copies.memory
 
 
-def _secret(store: Any, environment: Environment, attempt: str, timeout_s: float) -> bytes:
-    """What the ranks know and nobody else: PACELINE_SECRET where it is set, else one that rank 0 leaves in the
-    launcher's store. Then whoever can reach that store knows it too."""
-    text = os.environ.get("PACELINE_SECRET") or agree(store, environment, f"secret/{attempt}",
-                                                      lambda: secrets.token_hex(32), timeout_s=timeout_s)
-    return text.encode()
-
-
-def _join_liveness(store: Any, environment: Environment, attempt: str, secret: bytes,
+def _join_liveness(store: Any, environment: Environment, attempt: str, nonce: str,
                    timeout_s: float) -> Liveness | None:
     """Hear of ranks that die. None where rank 0 can't be reached for it, which is told."""
     hubs: list[Hub] = []
 
     def make() -> str:
-        hubs.append(Hub(secret=secret, patience_s=timeout_s))
+        hubs.append(Hub(secret=run_key("liveness", nonce), patience_s=timeout_s))
         return json.dumps([address_towards(environment.master_address) or environment.master_address, hubs[0].port])
 
     address, port = json.loads(agree(store, environment, f"liveness/{attempt}", make, timeout_s=timeout_s))
     if hubs:
         return hubs[0]
     try:
-        return Spoke(environment.rank, (address, port), secret=secret, patience_s=timeout_s)
+        return Spoke(environment.rank, (address, port), secret=run_key("liveness", nonce), patience_s=timeout_s)
     except OSError as error:
         print(f"warning: rank {environment.rank} can't reach rank 0 at {address}:{port} ({error}): "
               f"it notices after --patience {timeout_s:g} s, not at once, if a rank dies", file=sys.stderr, flush=True)

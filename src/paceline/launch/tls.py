@@ -68,8 +68,8 @@ def is_used(environment: Environment, fault_policy: FaultPolicy) -> bool:
                          hint="a plan with server=S workers=W, whose connections Paceline encrypts; or a network that "
                               "encrypts by itself, such as WireGuard, without PACELINE_TLS")
     if not os.environ.get("PACELINE_SECRET"):
-        raise HostError("PACELINE_TLS=1 and no PACELINE_SECRET: the secret by which hosts know each other would go "
-                        "over the network in the clear",
+        raise HostError("PACELINE_TLS=1 and no PACELINE_SECRET: whoever reaches the hosts' meeting place could "
+                        "pass for one of them",
                         hint="PACELINE_SECRET, as `openssl rand -hex 32` makes one, the same on every host")
     check_available()
     return True
