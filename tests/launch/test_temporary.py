@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.launch.temporary import temporary_folder
+from paceline.launch.verb_table import VerbTable
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +86,20 @@ def test_who_cleans_old_files_away_passes_over_a_folder_in_use() -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(descriptor)
+
+
+def test_nothing_is_opened_that_waits_or_is_of_another_user(temporary: Path, monkeypatch: pytest.MonkeyPatch):
+    """A pipe would hold up everybody's starts, and the lock of another user's folder is not ours to take."""
+    for name in ("paceline-pipe", "paceline-link", "paceline-theirs"):
+        (temporary / name).mkdir()
+    os.mkfifo(temporary / "paceline-pipe" / "owner.lock")
+    (temporary / "paceline-link" / "owner.lock").symlink_to(temporary / "paceline-pipe" / "owner.lock")
+    (temporary / "paceline-theirs" / "owner.lock").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+    with temporary_folder():
+        pass
+
+    assert {path.name for path in temporary.iterdir()} == {"paceline-pipe", "paceline-link", "paceline-theirs"}
+    os.mkfifo(temporary / "paceline-verbs-mine")
+    VerbTable.of_launch("mine", 2).note(0, 1, "a.run")

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+import paceline as pl
 from paceline.errors import UsageError
 from paceline.runtime import folder
 
@@ -40,6 +43,28 @@ def test_an_empty_or_missing_folder_is_free(tmp_path: Path):
     (tmp_path / "notes.txt").touch()
     folder.check_free(tmp_path, resume=False)
     folder.check_free(tmp_path / "new", resume=False)
+
+
+def test_pipes_hold_nobody_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """A pipe in the place of COMMIT is no checkpoint: the run goes on from the one before it. One in the place of a
+    run's file is named."""
+    inputs = torch.randn(16, 4)
+    job = pl.Job(model=lambda: torch.nn.Linear(4, 1), data=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch=4,
+                 loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.01), steps=4)
+    pl.train(job, "single", run=tmp_path, save_every=2, table=False)
+    commit = tmp_path / "checkpoints" / "step-4" / "COMMIT"
+    commit.unlink()
+    os.mkfifo(commit)
+    pl.train(job, "single", run=tmp_path, resume=True, table=False)
+    assert "resumed from step-2" in capfd.readouterr().err
+    for name in (folder.SUMMARY, folder.METRICS):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UsageError, match=f"{name} is a pipe, a socket or a device(?s:.*)remove it"):
+            pl.train(job, "single", run=tmp_path, resume=True)
+        with pytest.raises(UsageError, match="is no regular file"):
+            pl.report(tmp_path)
+        (tmp_path / name).unlink()
 
 
 def test_a_file_is_no_folder(tmp_path: Path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,9 +42,23 @@ def temporary_folder(kind: str = "") -> Iterator[Path]:
                 os.close(descriptor)
 
 
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file of this user in a folder where everybody may write, without waiting. Returns its descriptor.
+
+    Raises:
+        OSError: it can't be opened, or is a link, a pipe, a device, or another user's.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, 0o600)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "no regular file of this user", str(path))
+    return descriptor
+
+
 def _remove_left() -> None:
-    """Remove the folders whose owners have ended; those of other users can't be looked into."""
+    """Remove the folders whose owners have ended; those of other users are left alone."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError), open(path, "rb") as lock:
+        with suppress(OSError), open(open_own(path, os.O_RDONLY), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)

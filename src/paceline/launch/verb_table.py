@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from paceline.launch.temporary import open_own
+
 _STEPS = 2  # of each rank that are kept: a rank may have begun the next one when another fails
 _STEP_BYTES, _TEXT_BYTES = 8, 1016  # of an entry: its step, and its verbs; more verbs than fit are left out
 
@@ -27,7 +29,7 @@ class VerbTable:
         if path is None:
             self._memory = mmap.mmap(-1, size)
             return
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        file = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(file, size)
             self._memory = mmap.mmap(file, size)
@@ -37,8 +39,11 @@ class VerbTable:
     @classmethod
     def of_launch(cls, attempt: str, num_ranks: int) -> VerbTable:
         """The table of ranks that somebody else started on this host; each of them opens it, and `remove`s it at its
-        end. attempt: names their launch."""
-        return cls(num_ranks, Path(tempfile.gettempdir()) / f"paceline-verbs-{attempt}")
+        end. attempt: names their launch. Where the file is another user's, each rank sees its own verbs alone."""
+        try:
+            return cls(num_ranks, Path(tempfile.gettempdir()) / f"paceline-verbs-{attempt}")
+        except OSError:
+            return cls(num_ranks)
 
     def remove(self) -> None:
         """Take the file away; who has opened it still reads and writes the table."""

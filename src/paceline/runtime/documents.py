@@ -5,6 +5,7 @@ Fields that are not named here may hold anything.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,7 +169,7 @@ def read(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
         UsageError: the file isn't there, is no JSON, or holds something else.
     """
     try:
-        return checked(json.loads(path.read_text()), kind, path)
+        return checked(json.loads(_text(path)), kind, path)
     except OSError as error:
         raise UsageError(f"can't read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -184,7 +185,7 @@ def read_lines(path: Path, kind_of: Any = lambda row: dict[str, Any]) -> Iterato
         UsageError: the file can't be read, or a line is damaged.
     """
     try:
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        lines = _text(path).splitlines(keepends=True) if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is damaged: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -195,6 +196,12 @@ def read_lines(path: Path, kind_of: Any = lambda row: dict[str, Any]) -> Iterato
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} is damaged in line {number}: {error}") from error
         yield checked(row, kind_of(row), f"{path}, line {number},")
+
+
+def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return path.read_text()
 
 
 def checked(document: Any, kind: Any, where: Any) -> dict[str, Any]:

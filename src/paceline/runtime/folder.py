@@ -41,6 +41,9 @@ def check_free(run_dir: Path, *, resume: bool) -> None:
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"{run_dir} is a file and not a run folder")
+    for path in run_dir.iterdir() if run_dir.exists() else ():
+        if path.exists() and not path.is_file() and not path.is_dir():  # who opens a pipe waits for its other end
+            raise UsageError(f"{path} is a pipe, a socket or a device, and no file of a run", hint="remove it")
     if not resume and any((run_dir / name).exists() for name in (METRICS, SUMMARY, CHECKPOINTS)):
         raise UsageError(f"{run_dir} already holds a run", hint="--resume goes on with it; another --run starts anew")
 

@@ -48,7 +48,7 @@ def prune(run_dir: Path, *, newest: int, right_step: int | None = None, passed_o
 
 def _complete(run_dir: Path) -> dict[int, Path]:
     return {int(match[1]): path for path in (run_dir / CHECKPOINTS).glob("step-*")
-            if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).exists()}
+            if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).is_file()}
 
 
 def _evaluated(run_dir: Path) -> Iterator[tuple[int, float]]:

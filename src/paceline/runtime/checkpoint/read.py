@@ -242,7 +242,7 @@ def newest_checkpoint(
 def newest_saved_step(run_dir: Path) -> int:
     """The step of the last checkpoint that was written to its end, damaged or not; -1 if there is none."""
     steps = [int(match[1]) for path in (Path(run_dir) / "checkpoints").glob("step-*")
-             if (match := _FOLDER.fullmatch(path.name)) and (path / COMMIT).exists()]
+             if (match := _FOLDER.fullmatch(path.name)) and (path / COMMIT).is_file()]
     return max(steps, default=-1)
 
 

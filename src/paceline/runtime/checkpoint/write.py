@@ -590,7 +590,7 @@ def _summary(path: Path) -> dict[str, Any]:
 def committed_by(folder: Path) -> str | None:
     """The token of the save that committed a folder; None if there is none, or nothing of ours."""
     try:
-        return json.loads((folder / COMMIT).read_text())["save"]
+        return json.loads((folder / COMMIT).read_text())["save"] if (folder / COMMIT).is_file() else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.launch.logs import logger
+from paceline.launch.temporary import open_own
 from paceline.strategies.state_tensors import SavedState, StateTensor
 
 if TYPE_CHECKING:
@@ -106,8 +108,9 @@ class CompilationWatch:
 
         path = Path(cache_dir()) / LOCK
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = open(path, "w")  # noqa: SIM115 - it is held until the compilation ends
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # another user's: ranks of this machine then compile at the same time
+            self._lock = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT), "w")  # held until the compilation ends
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._began_s = time.perf_counter()
 
     def end_compiling(self, compilation: CallbackArgs) -> None:
