@@ -23,7 +23,7 @@ import typer
 
 import paceline
 from paceline.document import strict
-from paceline.errors import HostError, PacelineError, UsageError, on_windows
+from paceline.errors import HostError, PacelineError, UsageError, on_windows, printable
 from paceline.jobfile import JobFile
 from paceline.launch import environment
 from paceline.launch import hosts as launch_hosts
@@ -157,7 +157,7 @@ def train(
             figures = run_train(plan, on=on, restarts=restarts).to_dict()
         speaks = on is not None or _is_first_rank()
     if speaks and figures is not None:
-        typer.echo(_json(figures) if as_json else summary_table(figures))
+        _say(_json(figures) if as_json else summary_table(figures))
 
 
 @app.command()
@@ -168,7 +168,7 @@ def evaluate(run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_j
         figures = paceline.evaluate(run, plan, devices=devices)
         speaks = _is_first_rank()
     if speaks:
-        typer.echo(_json(figures) if as_json else table(figures))
+        _say(_json(figures) if as_json else table(figures))
 
 
 @app.command()
@@ -187,7 +187,7 @@ def predict(
         outcome = paceline.predict(run, input, plan, devices=devices, output=output, model=model)
         speaks = _is_first_rank()
     if speaks:
-        typer.echo(_json(outcome) if as_json else table(outcome))
+        _say(_json(outcome) if as_json else table(outcome))
 
 
 @app.command(name="plan")
@@ -253,8 +253,8 @@ def plan_(
             answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster, **options)
         if html is not None:
             page = answer.write_html(html, command=f"paceline train {file or 'JOB'}")
-            typer.echo(f"page {page}", err=True)
-    typer.echo(_json(answer.to_dict()) if as_json else answer.describe())
+            _say(f"page {page}", err=True)
+    _say(_json(answer.to_dict()) if as_json else answer.describe())
     if answer.chosen is None:
         raise typer.Exit(1)
 
@@ -270,8 +270,8 @@ def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, 
             check_plot(plot)
         scaling = paceline.scale(JobFile.parse(file, _parse_settings(settings)), cluster, counts, relaxed=relaxed)
         if plot is not None:
-            typer.echo(f"drawn {scaling.plot(plot)}", err=True)
-    typer.echo(_json(scaling.to_dict()) if as_json else scaling.describe())
+            _say(f"drawn {scaling.plot(plot)}", err=True)
+    _say(_json(scaling.to_dict()) if as_json else scaling.describe())
     if scaling.first is None:
         raise typer.Exit(1)
 
@@ -296,9 +296,9 @@ def verify(
         written = (run or fresh_name(f"verify-{job.path.stem}")) if speaks else None
         certificates = paceline.verify(job, plans or (), steps=steps, run=written, resume=resume, devices=devices)
         if speaks:
-            typer.echo(f"certificate {written}/certificate.txt", err=True)
+            _say(f"certificate {written}/certificate.txt", err=True)
     if speaks:
-        typer.echo(_json([certificate.to_dict() for certificate in certificates]) if as_json
+        _say(_json([certificate.to_dict() for certificate in certificates]) if as_json
                    else "\n".join(certificate.describe() for certificate in certificates))
     if not all(each.passed or (each.refused and not each.asked_for) for each in certificates):
         raise typer.Exit(1)
@@ -344,8 +344,8 @@ def search(
                                  pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
                                  timeout_s=patience)
         if html is not None:
-            typer.echo(f"page {paceline.report(result.to_dict()['run'], to=html)}", err=True)
-    typer.echo(_json(result.to_dict()) if as_json else table(_best_of(result.to_dict())))
+            _say(f"page {paceline.report(result.to_dict()['run'], to=html)}", err=True)
+    _say(_json(result.to_dict()) if as_json else table(_best_of(result.to_dict())))
 
 
 @app.command()
@@ -357,7 +357,7 @@ def report(
     """Write one HTML file about a run: what limits it, why, what to try next, and all its figures."""
     with _reported():
         written = paceline.report(run, to=output, price=price == "yes")
-    typer.echo(str(written))
+    _say(str(written))
 
 
 @app.command()
@@ -371,9 +371,9 @@ def compare(
     """Hold a run against another; with --fail-if, for continuous integration."""
     with _reported():
         comparison = paceline.compare(first, second, fail_if=fail_if or ())
-    typer.echo(_json(comparison.to_dict()) if as_json else comparison.describe())
+    _say(_json(comparison.to_dict()) if as_json else comparison.describe())
     for condition in comparison.failed:
-        typer.echo(f"failed: {condition}", err=True)
+        _say(f"failed: {condition}", err=True)
     if comparison.failed:
         raise typer.Exit(1)
 
@@ -420,7 +420,7 @@ def rehearse(
         outcome = paceline.rehearse(job, plan, faults, random=random, seed=seed, run=run, save_every=save_every,
                                     timeout_s=timeout, restarts=restarts, recheck_every=recheck_every, steps=steps,
                                     devices=devices, procs=procs)
-    typer.echo(_json(outcome.to_dict()) if as_json else outcome.describe())
+    _say(_json(outcome.to_dict()) if as_json else outcome.describe())
     if not outcome.passed:
         raise typer.Exit(1)
 
@@ -430,7 +430,7 @@ def audit(run: RunFolder, as_json: Json = False) -> None:
     """Prove by a run's journal that each sample counted in exactly one update of its epoch."""
     with _reported():
         result = paceline.audit(run)
-    typer.echo(_json(result.to_dict()) if as_json else result.describe())
+    _say(_json(result.to_dict()) if as_json else result.describe())
     if not result.passed:
         raise typer.Exit(1)
 
@@ -481,7 +481,7 @@ def doctor(
             findings = examine()
     passed = all(finding.status != "bad" for finding in findings)
     document = {"passed": passed, "findings": [finding.to_dict() for finding in findings]}
-    typer.echo(_json(document) if as_json else describe(findings))
+    _say(_json(document) if as_json else describe(findings))
     if not passed:
         raise typer.Exit(1)
 
@@ -525,14 +525,14 @@ def _reported() -> Iterator[None]:
             yield
     except PacelineError as error:
         if _tells(error):
-            typer.echo(f"error: {error}{_card_of(error)}", err=True)
+            _say(f"error: {error}{_card_of(error)}", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
     except Exception as error:
         if (refusal := on_windows(error)) is not None:
-            typer.echo(f"error: {refusal}", err=True)
+            _say(f"error: {refusal}", err=True)
             raise typer.Exit(refusal.exit_code) from None
         traceback.print_exc()
         typer.echo("error: this is a bug in paceline; please report it with the lines above", err=True)
@@ -583,6 +583,10 @@ def _is_first_rank(number: str = "rank") -> bool:
 
 
 # --- Printing ---------------------------------------------------------------------------------------------------
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    typer.echo(printable(text), err=err)
 
 
 def _json(document: Any) -> str:

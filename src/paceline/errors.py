@@ -3,8 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
+_URL_PASSWORD = re.compile(r"(\w://[^\s/:@]*:)[^\s/]+@")
+_NAMED_SECRET = re.compile(r"(?i)(\b[\w-]*(?:password|passwd|secret|token|api[_-]?key)[ =])[^\s'\"&,]+")
+
+
+def printable(text: str) -> str:
+    """Return a text without what a terminal would obey or a stranger must not read.
+
+    Control characters stand as `\\x1b`, and passwords of URLs as `***`.
+
+    >>> printable("postgresql://me:pass@word@host/db \\x1b[2J")
+    'postgresql://me:***@host/db \\\\x1b[2J'
+    """
+    text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _URL_PASSWORD.sub(r"\1***@", text)
+
+
+def without_secrets(command: str) -> str:
+    """Return a command line without the passwords of its URLs and the values of options and settings that are named
+    as secrets.
+
+    >>> without_secrets("train job.py --set api_key=abc --token=x --set lr=1")
+    'train job.py --set api_key=*** --token=*** --set lr=1'
+    """
+    return _NAMED_SECRET.sub(r"\1***", printable(command))
 
 
 class PacelineError(Exception):
@@ -18,7 +45,7 @@ class PacelineError(Exception):
 
     def __str__(self) -> str:
         message = super().__str__()
-        return f"{message}\n\nhint: {self.hint}" if self.hint else message
+        return printable(f"{message}\n\nhint: {self.hint}" if self.hint else message)
 
 
 class UsageError(PacelineError, ValueError):

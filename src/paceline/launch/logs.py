@@ -13,10 +13,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline.errors import printable
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 logger = logging.getLogger("paceline")
+
+
+@logger.addFilter
+def _as_printable(record: logging.LogRecord) -> bool:
+    """Names come from jobs, and from the folders of other people's runs."""
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
 
 
 @cache

@@ -63,7 +63,8 @@ def open_storage(url: str | None, run_dir: Path) -> BaseStorage:
                 url, engine_kwargs=options, heartbeat_interval=round(HEARTBEAT_S), grace_period=round(_GRACE_S),
                 heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback()))
         except ImportError as error:
-            raise MissingPackage(f"storage '{url}'", error.name, install=str(error.name)) from error
+            driver = error.name or url.partition(":")[0].rpartition("+")[2]
+            raise MissingPackage(f"storage '{url}'", driver, install=driver) from error
 
 
 @contextlib.contextmanager

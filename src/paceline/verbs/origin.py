@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import without_secrets
 from paceline.jobfile import imported_by
 from paceline.runtime.folder import ORIGIN, read_document
 
@@ -27,7 +28,8 @@ def origin(source: Path | None) -> dict[str, Any]:
 
     return {"paceline": __version__, "torch": metadata.version("torch"),
             "python": platform.python_version(), "platform": platform.platform(), "host": platform.node(),
-            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": shlex.join(sys.argv),
+            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": without_secrets(shlex.join(sys.argv)),
             "files": {} if source is None else {str(path): _digest(path) for path in imported_by(source)},
             "git": None if source is None else _repository(source.resolve().parent)}
 
