@@ -225,6 +225,8 @@ class OpaqueModules:
                 for handle in handles:
                     handle.remove()
         for path in returned[2]:
+            if len(returned[2][path]) != len(returned[3].get(path, [])):
+                raise CannotRecord(f"'{path}' is called a number of times that depends on the batch")
             self.outputs[path] = [_outputs(path, two, three) for two, three in
                                   zip(returned[2][path], returned[3].get(path, []), strict=True)]
         for path in list(self.outputs):
