@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +22,19 @@ from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open
 from paceline.runtime.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
 from paceline.runtime.checkpoint.write import write_model
 from paceline.runtime.folder import MODEL
+from paceline.runtime.made import (
+    in_order,
+    load_options,
+    load_schedules,
+    options,
+    other_schedules,
+    plain,
+    settings_notes,
+    unplain,
+)
 from paceline.runtime.optimizers.kept import OptimizerState, placed
 from paceline.runtime.optimizers.own_parts import as_plain
-from paceline.runtime.optimizers.parts import groups_of
+from paceline.runtime.optimizers.parts import groups_of, parts_of
 from paceline.runtime.scaling import LossScale
 from paceline.strategies.compose import Synchroniser
 from paceline.strategies.layout import Extent, Ownership
@@ -43,7 +51,6 @@ if TYPE_CHECKING:
 # where each has one of its own; those of the others are replicas/REPLICA/optimizer/NAME/KEY).
 # The document's "left_out" names tensors that are not stored: whoever resumes gives a model that has them.
 
-_KERNELS = "fused", "foreach"  # options of an optimizer that say how it computes and not what: as it was built here
 _VALUES = ".values"  # key of the text that holds what is no tensor of a parameter's optimizer state
 
 
@@ -78,6 +85,8 @@ class StateOwner(Protocol):
     def attributes(self) -> ChangingAttributes | None: ...
     @property
     def schedule(self) -> Any: ...
+    @property
+    def made(self) -> dict[str, Any]: ...
     @property
     def scaling(self) -> LossScale | None: ...
     @property
@@ -139,6 +148,7 @@ def weights_of(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
 def _tensors(stepper: StateOwner, owners: Owners) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
     """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
     mesh, owned, extents = stepper.mesh, stepper.layout.owned, stepper.layout.extents
+    stepper.optimizer_state.look()
     everywhere = mesh.alike_axes
     shared = stepper.step_sync.global_weights(stepper.local_parameters)
     yield from ((f"parameters/{name}", parameter, everywhere, extents.get(name)) for name, parameter in shared.items()
@@ -252,10 +262,11 @@ def fixed_document(stepper: StateOwner) -> dict[str, Any]:
         "batch": _batch(stepper.job),
         "num_samples": stepper.job.num_samples,
         "ties": ties(stepper.model),
+        "made": stepper.made,
         "replicas": stepper.mesh.num_copies if stepper.step_sync.has_own_steps else 1,
         "optimizer": {"kind": type(stepper.optimizer).__name__,
                       "groups": [{"parameters": names} for names in stepper.groups],
-                      "wrapped": {path: [_options(group) for group in wrapped]
+                      "wrapped": {path: [options(group) for group in wrapped]
                                   for path, wrapped in state.wrapped_groups().items()},
                       "attributes": _packed_attributes(state, {})},
     }
@@ -271,8 +282,8 @@ def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[s
     return {
         "step": step,
         "samples": samples,
-        "groups": [_options(group) for group in stepper.optimizer.param_groups],
-        "schedule": _plain(schedule, "the learning-rate schedule"),
+        "groups": [options(group) for group in stepper.optimizer.param_groups],
+        "schedule": plain(schedule, "the learning-rate schedule"),
         **({"loss_scale": stepper.scaling.to_dict()} if stepper.scaling is not None else {}),
     }
 
@@ -310,34 +321,6 @@ def refuse_unsaveable(stepper: StateOwner) -> None:
         raise JobError(f"a run could not be saved: {error}",
                        hint="use dense tensors; a buffer that the model makes anew can be registered with "
                             "persistent=False") from error
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain(value, f"optimizer option '{key}'") for key, value in group.items()
-            if key not in ("params", "param_names")}
-
-
-def _plain(value: Any, description: str) -> Any:
-    """The value if JSON gives it back, scalar tensors as numbers."""
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return value
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-        # MultiStepLR's milestones
-        return {"__items__": [[key, _plain(item, description)] for key, item in value.items()]}
-    if isinstance(value, dict):
-        return {key: _plain(item, description) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item, description) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    try:
-        json.dumps(value)
-    except TypeError:
-        raise JobError(f"{description} holds a {type(value).__name__}, which a checkpoint can't keep without pickle",
-                       hint="a schedule built from numbers, such as LambdaLR or CosineAnnealingLR") from None
-    return value
 
 
 def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None:
@@ -430,36 +413,68 @@ def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
         CheckpointError: the optimizer's state doesn't fit this job's.
     """
     load_weights(stepper.model, stepper.local_parameters, checkpoint, stepper.layout.extents)
-    _restore_optimizer(stepper, checkpoint)
-    if stepper.schedule is not None:
-        stepper.schedule.load_state_dict(_unplain(checkpoint.document["schedule"], None))
+    notes = _restore_optimizer(stepper, checkpoint)
     if stepper.scaling is not None and "loss_scale" in checkpoint.document:  # else the run was in another precision
         stepper.scaling.restore(checkpoint.document["loss_scale"])
-    return _restore_rooms(stepper, _Saved(stepper, checkpoint))
+    return list(dict.fromkeys(notes)) + _restore_rooms(stepper, _Saved(stepper, checkpoint))
 
 
-def _restore_optimizer(stepper: StateOwner, checkpoint: Checkpoint) -> None:
-    """In place: a schedule, and an optimizer that wraps others, may refer to what is there."""
+def _restore_optimizer(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
+    """In place: a schedule, and an optimizer that wraps others, may refer to what is there. Returns what this job says
+    otherwise than the checkpoint's, in words."""
     saved, state = checkpoint.document["optimizer"], stepper.optimizer_state
-    if stepper.groups != [group["parameters"] for group in saved["groups"]]:
-        raise CheckpointError("the optimizer of the checkpoint groups the parameters in another way than this job's",
-                              hint="resume with the job that wrote the checkpoint")
-    _load_options(stepper.optimizer.param_groups, saved["groups"])
-    wrapped = state.wrapped_groups()
+    optimizer: Any = stepper.optimizer
+    _take_order(stepper, [group["parameters"] for group in saved["groups"]])
+    then, now = checkpoint.document.get("made", {}), stepper.made
+    notes = list(settings_notes(then.get("job", {}), now["job"]))
+    schedules = checkpoint.document["schedule"], then.get("schedules", {}), now["schedules"]
+    begun = other_schedules(*schedules)
+    rescheduled = {id(group) for name in begun for group in (
+        optimizer.members[name] if name else optimizer).param_groups}
+    for group, options_then, made_then, made_now in zip(
+            optimizer.param_groups, saved["groups"], then.get("groups", [{}] * len(now["groups"])),
+            now["groups"], strict=True):
+        notes += load_options(group, options_then, made_then, made_now, is_rescheduled=id(group) in rescheduled)
+    wrapped, made_of_wrapped = state.wrapped_groups(), then.get("wrapped", {})
     for path, groups in saved.get("wrapped", {}).items():
-        _load_options(wrapped.get(path, ()), groups)
+        for number, (group, options_then) in enumerate(zip(wrapped.get(path, ()), groups, strict=True)):
+            notes += load_options(group, options_then, made_of_wrapped[path][number] if path in made_of_wrapped else {},
+                                  now["wrapped"][path][number])
+    notes += load_schedules(stepper.schedule, *schedules, begun=begun, step=checkpoint.step)
     state.load_attributes(saved.get("attributes", {}), lambda name, like: checkpoint.read(name))
-    options = {id(p): group for group in groups_of(stepper.optimizer) for p in group["params"]}
+    of_groups = {id(p): group for group in groups_of(stepper.optimizer) for p in group["params"]}
     stored: dict[str, dict[str, list[str]]] = {}
     every = {name for names in stepper.groups for name in names}
     for full_name, names in _optimizer_tensors(stepper, checkpoint).items():
         name, key = _name_and_key(full_name, every)
         stored.setdefault(name, {})[key] = names
     for name, parameter in state.local_parameters().items():
-        values = {key: _unplain(value, None) for key, value in saved.get("values", {}).get(name, {}).items()}
+        values = {key: unplain(value, None) for key, value in saved.get("values", {}).get(name, {}).items()}
         _restore_state(_Reader(checkpoint, parameter, stored.get(name, {}), stepper.layout.extents.get(name),
-                               options.get(id(state.parameters[name]), {}), is_plain=name in state.distributed),
+                               of_groups.get(id(state.parameters[name]), {}), is_plain=name in state.distributed),
                        state, name, values)
+    return notes
+
+
+def _take_order(stepper: StateOwner, saved: list[list[str]]) -> None:
+    """Let the optimizer have its groups, and the parameters in them, in the order of the checkpoint's.
+
+    Raises:
+        CheckpointError: they are other groups.
+    """
+    places = in_order(stepper.groups, saved)
+    if stepper.groups == saved:
+        return
+    rank = {id(stepper.optimizer.param_groups[place]): number for number, place in enumerate(places)}
+    name_of = {id(p): name for name, p in stepper.optimizer_state.parameters.items()}
+    for part in parts_of(stepper.optimizer).optimizers.values():
+        part.param_groups.sort(key=lambda group: rank.get(id(group), 0))
+        for group in part.param_groups:
+            if id(group) in rank:
+                order = {name: number for number, name in enumerate(saved[rank[id(group)]])}
+                group["params"].sort(key=lambda p: order[name_of[id(p)]])
+    stepper.groups[:] = saved
+    stepper.made["groups"] = [stepper.made["groups"][place] for place in places]
 
 
 def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str]:
@@ -473,12 +488,6 @@ def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str
         slash = full_name.rfind("/", 0, slash)
     name, _, key = (full_name[:slash], "/", full_name[slash + 1:]) if slash > 0 else full_name.partition("/")
     return name, key
-
-
-def _load_options(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    for now, then in zip(groups, saved, strict=True):
-        now.update({key: _unplain(value, now.get(key)) for key, value in then.items()
-                    if key not in ("parameters", *_KERNELS)})
 
 
 @dataclass
@@ -571,16 +580,3 @@ def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint,
         return stored
     # Fused kernels walk through a parameter and its state alike, so both must lie in memory in one order.
     return torch.empty_like(parameter, dtype=stored.dtype).copy_(stored)
-
-
-def _unplain(value: Any, like: Any) -> Any:
-    """Undo `_plain` where the type matters: tuples and infinities."""
-    if isinstance(value, str) and value in ("inf", "-inf", "nan"):
-        return float(value)
-    if isinstance(value, dict) and "__items__" in value:
-        return {key: _unplain(item, None) for key, item in value["__items__"]}
-    if isinstance(value, dict):
-        return {key: _unplain(item, None) for key, item in value.items()}
-    if isinstance(like, torch.Tensor) and isinstance(value, int | float):
-        return torch.as_tensor(value, dtype=like.dtype, device=like.device)
-    return tuple(value) if isinstance(like, tuple) else value

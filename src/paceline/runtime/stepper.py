@@ -31,6 +31,7 @@ from paceline.runtime.follow import follow, refuse_apart
 from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
 from paceline.runtime.loss import Tally
+from paceline.runtime.made import as_made
 from paceline.runtime.named_parts import ModelPart, load_models, prepare_models
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
 from paceline.runtime.optimizers.closure import Closure, step_gathered
@@ -164,6 +165,7 @@ class Stepper:
             raise JobError(f"{type(self.optimizer).__name__} evaluates the loss itself, and a step of loss scaling has "
                            "one evaluation", hint='precision="bf16" or "float32", or an optimizer without a closure')
         self.schedule = build_schedule(job, self.optimizer)
+        self.made = as_made(job, self.optimizer_state, self.schedule)
         refuse_apart(job.followers, self.local_parameters)
         self.buffers = ChangingBuffers(self.model, with_frozen=self.step_sync.has_own_steps)
         self.edits = Edits({name: p for name, p in self.local_parameters.items() if not is_sharded(p)})

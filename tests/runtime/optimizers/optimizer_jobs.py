@@ -116,6 +116,31 @@ class OwnAverages(torch.optim.Optimizer):
                 p.sub_(self.averages[p] / self.count + 0.01 * history[1] * history[2], alpha=group["lr"])
 
 
+class Seldom(torch.optim.Optimizer):
+    """Sums gradients beside `state`, by parameter, and updates with them every few steps. From step `late` on it also
+    keeps an average, which a trial of fewer steps does not see."""
+
+    def __init__(self, named: Named, every: int, late: int) -> None:
+        super().__init__([p for _, p in named], {"lr": 0.05})
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        self.averages: dict[nn.Parameter, Tensor] = {}
+        self.every, self.late, self.count = every, late, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.sums.setdefault(p, torch.zeros_like(p)).add_(p.grad)
+                if self.count >= self.late:
+                    self.averages.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                    p.sub_(self.averages[p], alpha=group["lr"])
+                if not self.count % self.every:
+                    p.sub_(self.sums[p], alpha=group["lr"])
+        if not self.count % self.every:
+            self.sums.clear()
+
+
 class GlobalNorm(torch.optim.SGD):
     """Divides every gradient by the norm over all of them."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_jobs import ByPosition, Hidden, OwnAverages, Unshared, furthest, make_job, train, train_in_legs
+from optimizer_jobs import ByPosition, Hidden, OwnAverages, Seldom, Unshared, furthest, make_job, train, train_in_legs
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as schedules
@@ -104,6 +104,16 @@ def test_it_goes_on_exactly(jobs: tuple[str, ...], route: list[tuple[str, int]],
 
     off = {name: furthest(weights("legs", name), weights("whole", name)) for name in jobs}
     assert not {name: distance for name, distance in off.items() if not distance[0] < EXACT}
+
+
+@pytest.mark.parametrize(("every", "late"), [(2, 99), (3, 6)])
+def test_what_is_kept_between_updates_and_what_comes_late_go_on(every: int, late: int, tmp_path: Path) -> None:
+    """Dicts beside `state` that are empty after the trial's four steps, or come after them."""
+    job = make_job(lambda named: Seldom(named, every, late))
+    whole = train(job, "single", tmp_path / "whole")
+
+    resumed = train_in_legs(job, [("single", 5), ("shard=2", 6), ("single", 7)], tmp_path / "cut")
+    assert furthest(resumed, whole)[0] <= EXACT
 
 
 class Sparse(nn.Module):

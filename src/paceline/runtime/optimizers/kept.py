@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from paceline.errors import JobError, PlanRefused
 from paceline.runtime.checkpoint.values import pack, unpack
 from paceline.runtime.optimizers.own_parts import as_distributed
-from paceline.runtime.optimizers.parts import Parts, Slot, parts_of
+from paceline.runtime.optimizers.parts import Parts, SeenSlots, Slot, parts_of, unnamed_of
 from paceline.strategies.mesh import local_part
 
 _SELF = "self."  # begins the key of what doesn't lie in the outermost optimizer's `state`
@@ -30,7 +30,8 @@ class OptimizerState:
     Args:
         parameters: What the optimizer updates, by name.
         distributed: Those of which it updates this rank's own part, as ranks hold them together.
-        changing: Paths of attributes that steps change; others are as the job's function makes them.
+        changing: Paths of attributes that steps of a trial changed. Others are kept once they differ from what the
+            job's function made.
         unnamed: Those of them that hold tensors by position and not by parameter.
         through_state_dict: Whether all of it is kept as `state_dict()` gives it, with no names.
         unkept: What goes wrong if it is kept; "" if nothing does.
@@ -41,9 +42,15 @@ class OptimizerState:
                  changing: Collection[str] = (), *, unnamed: Collection[str] = (), through_state_dict: bool = False,
                  unkept: str = "", distributed: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
                  alone: Collection[str] = ()) -> None:
-        self.optimizer, self.parameters, self.changing = optimizer, dict(parameters), sorted(changing)
-        self.distributed, self.alone = distributed, frozenset(alone)
-        self.unnamed, self.through_state_dict, self.unkept = sorted(unnamed), through_state_dict, unkept
+        self.optimizer, self.parameters, self.changing = optimizer, dict(parameters), set(changing)
+        self.distributed, self.alone, self._made = distributed, frozenset(alone), SeenSlots(optimizer, besides=changing)
+        self.unnamed, self.through_state_dict, self.unkept = set(unnamed), through_state_dict, unkept
+
+    def look(self) -> None:
+        """Know of attributes that changed after more steps than the trial had."""
+        changed = self._made.changed()
+        self.changing |= changed.keys()
+        self.unnamed |= unnamed_of(changed)
 
     def check(self, names: Collection[str]) -> None:
         """Refuse an optimizer whose state a checkpoint can't hold. names: of all that it updates on any rank.
@@ -58,9 +65,10 @@ class OptimizerState:
                            f"state and attributes, {self.unkept}",
                            hint="keep it in self.state[parameter] or in attributes that are numbers, tensors or dicts "
                                 "from parameters to these, or implement state_dict and load_state_dict")
+        self.look()
         has_part = len(self.parameters) < len(names) or any(
             hasattr(p, "device_mesh") for p in self.local_parameters().values())
-        where = "its state_dict" if self.through_state_dict else f"'{next(iter(self.unnamed), '')}'"
+        where = "its state_dict" if self.through_state_dict else f"'{min(self.unnamed, default='')}'"
         if has_part and (self.through_state_dict or self.unnamed):
             raise PlanRefused(f"{kind} keeps tensors in {where} by position, and this rank has some of the parameters "
                               "alone: a checkpoint can't say which tensor is whose",
@@ -68,8 +76,9 @@ class OptimizerState:
 
     @property
     def is_in_state(self) -> bool:
-        """Whether all that steps change lies in `state` and the groups of one optimizer."""
-        return not (self.changing or self.through_state_dict or len(parts_of(self.optimizer).optimizers) > 1)
+        """Whether all that steps could change lies in `state` and the groups of one optimizer."""
+        parts = parts_of(self.optimizer)
+        return not (parts.slots or self.through_state_dict or len(parts.optimizers) > 1)
 
     def local_parameters(self) -> dict[str, torch.nn.Parameter]:
         """What the optimizer updates, as ranks hold it."""
@@ -145,7 +154,7 @@ class OptimizerState:
                 slot.put(unpack(value, read, slot.value if slot.is_there else None))
 
     def _slots(self, parts: Parts) -> Iterator[Slot]:
-        return (parts.slots[path] for path in self.changing if path in parts.slots)
+        return (parts.slots[path] for path in sorted(self.changing) if path in parts.slots)
 
 
 def placed(value: torch.Tensor, parameter: torch.nn.Parameter, key: str, options: Mapping[str, Any]) -> torch.Tensor:

@@ -11,21 +11,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.capture.attributes import is_same
 from paceline.capture.randomness import drawing
 from paceline.errors import JobError
 from paceline.job.foreign_fields import optimizer_hint
 from paceline.job.named_optimizers import NamedOptimizers
-from paceline.runtime.checkpoint.values import pack
 from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot
-from paceline.runtime.optimizers.parts import parts_of
+from paceline.runtime.optimizers.parts import SeenSlots, unnamed_of
 from paceline.runtime.streams import kept_streams, seed_streams
 
 LONGEST_DIM = 4  # of a stand-in
@@ -252,14 +249,14 @@ class _Trial:
             steps: int | None = None) -> tuple[dict[str, torch.Tensor], frozenset[str], frozenset[str]]:
         """The weights after some steps, the paths of attributes that they changed, and which of these are unnamed."""
         optimizer, parameters = self.build(weights)
-        before = {path: _copied(slot.value) for path, slot in parts_of(optimizer).slots.items()}
-        self.take(optimizer, parameters, gradients[:steps])
-        after = parts_of(optimizer).slots
-        changing = frozenset(path for path, slot in after.items()
-                             if path not in before or not is_same(_copied(slot.value), before[path]))
-        unnamed = frozenset(path for path in changing if not after[path].is_by_parameter
-                            and any(tensor.numel() > 1 for tensor in _copied(after[path].value)[1]))
-        return {name: p.detach() for name, p in parameters.items()}, changing, unnamed
+        made = SeenSlots(optimizer)
+        changing, unnamed = set[str](), set[str]()
+        for number, each in enumerate(gradients[:steps]):
+            self.take(optimizer, parameters, [each], number)
+            changed = made.changed()  # after each step: what is collected over several may be empty after the last
+            changing |= changed.keys()
+            unnamed |= unnamed_of(changed)
+        return {name: p.detach() for name, p in parameters.items()}, frozenset(changing), frozenset(unnamed)
 
     def take(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter],
              gradients: list[dict[str, torch.Tensor]], first: int = 0) -> None:
@@ -280,7 +277,8 @@ class _Trial:
 
         weights: after all steps of a run that was not interrupted.
         """
-        half = self.steps // 2
+        # No multiple of an interval that updates come in: between them is what could be lost.
+        half = next((steps for steps in (13, 7) if 3 * steps <= 2 * self.steps), 1)
         optimizer, parameters = self.build(self.weights)
         self.take(optimizer, parameters, self.gradients[:half])
         saved_weights = {name: p.detach().clone() for name, p in parameters.items()}
@@ -352,13 +350,6 @@ def _dtype(parameter: torch.Tensor) -> torch.dtype:
 def _differs(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     same = (value == other) | ((value != value) & (other != other))
     return ~(same | ((value - other).abs() <= ROUNDING * other.abs()))
-
-
-def _copied(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A value packed, with copies of its tensors in order; parameters that it is keyed by are left out."""
-    tensors: dict[str, torch.Tensor] = {}
-    items = list(value.values()) if isinstance(value, dict) else value
-    return pack(items, "", tensors), [tensor.detach().clone() for tensor in tensors.values()]
 
 
 def no_optimizer(returned: object) -> JobError:

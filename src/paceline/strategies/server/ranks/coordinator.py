@@ -164,8 +164,8 @@ class Coordinator(Server):
 
     def _note_resume(self) -> None:
         """The run goes on; what was recorded after the checkpoint is made again."""
-        self.display.say(f"resumed from {self.checkpoint.path.name}" if self.checkpoint is not None else
-                         "no checkpoint to resume from: starting at step 0")
+        self.display.say("; ".join([f"resumed from {self.checkpoint.path.name}", *self.restore_notes])
+                         if self.checkpoint is not None else "no checkpoint to resume from: starting at step 0")
         if self.metrics is not None:
             self.passed_over = later_saves(self.metrics.parent, after=self.step)
             if self.is_copied:

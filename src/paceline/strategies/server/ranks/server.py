@@ -280,6 +280,7 @@ class Server(ABC):
     def _restore(self) -> History:
         """Where the run goes on: from a copy, a checkpoint, or the begin."""
         self.checkpoint: Checkpoint | None = None
+        self.restore_notes: list[str] = []
         if self.settings.resume and self.settings.run_dir is not None:
             self.context.beat("restore")
             self.checkpoint = open_newest(
@@ -289,7 +290,7 @@ class Server(ABC):
         if self.checkpoint is None:
             history = History(0)
         else:
-            state.restore(self.shelf, self.checkpoint)
+            self.restore_notes = state.restore(self.shelf, self.checkpoint)
             history = History(*self.checkpoint.document["history"]) if self.is_copied else History(
                 self.turns.before(int(self.checkpoint.document["step"])))
         if self.copier is not None:

@@ -16,6 +16,7 @@ from paceline.plans import Plan
 from paceline.runtime.follow import followed
 from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
+from paceline.runtime.made import as_made
 from paceline.runtime.named_parts import load_models
 from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
 from paceline.runtime.optimizers.probe import is_elementwise
@@ -117,6 +118,7 @@ class ServerState:
         if len(shards) > 1:
             refuse_coupled(self.optimizer, built.behaviour.reach, plan_key=f"server={len(shards)}")
         self.schedule = build_schedule(job, self.optimizer)
+        self.made = as_made(job, self.optimizer_state, self.schedule)
         self.updated: set[str] = set()  # slices of the update under way that have had theirs
         _hollow(model, frozen.values())
 
