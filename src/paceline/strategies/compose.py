@@ -234,11 +234,9 @@ def _gathers_weights(plan: Plan) -> bool:
 
 
 def _reads_past_modules(model: nn.Module) -> bool:
-    """Whether the model may keep its parameters in a mapping that is never called, and read them elsewhere.
+    """Whether the model keeps its parameters in a mapping that is never called, and reads them elsewhere.
 
     Keras's do. FSDP2 puts shards in the place of a module's parameters, which such a model would not see; a captured
     graph takes them as arguments.
     """
-    from torch.nn import ParameterDict
-
-    return any(isinstance(module, ParameterDict) and len(module) for module in model.modules())
+    return any("_torch_params." in name for name, _ in model.named_parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,16 +121,10 @@ class Stages:
         self.links = Links(mesh.ranks_along(axis), place, device, ahead=None,
                            back=_group(mesh, axis, range(mesh.sizes[axis])))
         self.first_name = first_names(template)
-        holders: dict[str, list[int]] = {name: [] for name in tensors}
         buffer_owners = dict.fromkeys((name for name, _ in template.named_buffers()), 0)
         for piece in example.pieces:
             buffer_owners |= dict.fromkeys(piece.buffers, ranks[stage_of[piece.key]])
-            for name in dict.fromkeys(piece.parameters):
-                if ranks[stage_of[piece.key]] not in holders[name]:
-                    holders[name].append(ranks[stage_of[piece.key]])
-        unused = [name for name, places in holders.items() if not places]
-        for name in unused:
-            holders[name] = [0]
+        holders, unused = _holders(example, tensors, lambda piece: ranks[stage_of[piece.key]])
         # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
         self.owned = frozenset(name for name, places in holders.items() if places[0] == place)
         self.owned_buffers = frozenset(name for name, owner in buffer_owners.items() if owner == place)
@@ -220,9 +215,8 @@ class Stages:
 
     def _weights(self, stage: Stage) -> list[nn.Parameter]:
         """Where the gradients of a stage's parameters end."""
-        modules = [self.module.by_key[piece.key] for piece in stage.pieces if piece.parameters]
-        trainable = {p: None for module in modules for p in (*module.parameters(), *module.apart.values())
-                     if p.requires_grad}
+        parameters = (self.module.parameter_of(name) for piece in stage.pieces for name in piece.parameters)
+        trainable = dict.fromkeys(p for p in parameters if p.requires_grad)
         return [p if (leaf := leaf_of(p)) is None else leaf for p in trainable]
 
     def _staged(self, batch: Batch) -> Staged:
@@ -257,14 +251,22 @@ class Stages:
             self.template.train()
 
     def _cut_for_training(self, capture: Capture) -> Staged:
-        """Pieces in the stages of the first capture; one without weights that this does not have, with the last."""
+        """Pieces in the stages of the first capture; one that this does not have, with the last or in the next stage
+        that has its weights."""
         weights = {piece.key: set(piece.parameters) for piece in self.example.pieces}
         stages: dict[str, int] = {}
+        made: dict[str, int] = {}
         for piece in capture.pieces:
-            if not weights.get(piece.key, set()).issuperset(piece.parameters):
+            first = self.stage_of.get(piece.key, next(reversed(stages.values()), 0))
+            possible = range(first, first + 1 if piece.key in self.stage_of else len(self.ranks))
+            is_known = weights.get(piece.key, set()).issuperset(piece.parameters)
+            stage = next((stage for stage in possible if is_known or (not self.is_sharded and all(
+                self.ranks[stage] in self.holders[name] for name in piece.parameters))), -1)
+            if any(made.get(name, 0) > stage for name in piece.inputs) or stage < 0:
                 raise JobError(f"'{piece.key}' runs here otherwise than in the capture that the model was cut by",
                                hint="the model takes another course for this input; use a data=N or shard=N plan")
-            stages[piece.key] = self.stage_of.get(piece.key, next(reversed(stages.values()), 0))
+            stages[piece.key] = stage
+            made |= dict.fromkeys(piece.outputs, stage)
         return cut(capture, lambda piece: stages[piece.key], self.ranks)
 
     def _cut_for_evaluation(self, capture: Capture) -> Staged:
@@ -300,6 +302,23 @@ class Stages:
 
     def _bound(self, staged: Staged, batch: Batch) -> dict[str, torch.Tensor]:
         return staged.capture.bind(*batch.arguments())
+
+
+def _holders(example: Capture, names: Collection[str],
+             rank_of: Callable[[Piece], int]) -> tuple[dict[str, list[int]], list[str]]:
+    """The ranks that have each parameter, and parameters that the example does not use: other batches may use one of
+    these in place of that with the most similar name, so that they lie beside it."""
+    holders: dict[str, list[int]] = {name: [] for name in names}
+    for piece in example.pieces:
+        for name in piece.parameters:
+            if rank_of(piece) not in holders[name]:
+                holders[name].append(rank_of(piece))
+    unused = [name for name in names if not holders[name]]
+    used = sorted(holders.keys() - unused)
+    for name in unused:
+        similar = max(used, key=lambda other: len(commonprefix([name, other])), default=None)  # noqa: RUF071  # letters
+        holders[name] = holders[similar][:1] if similar is not None else [0]
+    return holders, unused
 
 
 def _used_twice(example: Capture, rank_of: Callable[[Piece], int]) -> set[str]:

@@ -134,7 +134,7 @@ class PieceModules(nn.Module):
         """See `run_purely`."""
         if module is not None:
             return module(piece, *buffers, *inputs)
-        parameters = tuple(map(self._parameter_of, piece.parameters))
+        parameters = tuple(map(self.parameter_of, piece.parameters))
         return run_purely(self._run_of(piece), piece, parameters, (*buffers, *inputs))
 
     def _module_of(self, piece: Piece) -> PieceModule | None:
@@ -151,7 +151,8 @@ class PieceModules(nn.Module):
         return next((module for module in self.by_key.values() if piece.parameters and module.holds(piece.parameters)),
                     None)
 
-    def _parameter_of(self, name: str) -> nn.Parameter:
+    def parameter_of(self, name: str) -> nn.Parameter:
+        """A parameter by its name in the model."""
         return next((module.parameter_of(name) for module in self.by_key.values() if module.holds([name])),
                     getattr(self, name_of_attribute(name), None))  # type: ignore[return-value]
 
