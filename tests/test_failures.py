@@ -243,8 +243,6 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str, int]] = {
     "loss counts nothing": ({"loss": counts_nothing}, r"the loss counts nothing in step 1: its count is 0", 1),
     "nothing to train": ({"model": Frozen}, r"the model has no trainable parameter", 2),
     "no module": ({"model": lambda: 3}, r"model returned int and not a torch\.nn\.Module", 2),
-    "an unused parameter": (
-        {"model": Unused}, r"the loss does not depend on 2 of 6 parameters: spare\.weight, spare\.bias", 1),
     "no optimizer": ({"optimizer": lambda named: None}, r"optimizer returned NoneType and not a torch\.optim\.Opti", 2),
     "an empty stream": ({"data": iter(())}, r"the data stream gave 0 samples in epoch 0", 2),
     "a metric that is no scalar": (
@@ -268,7 +266,7 @@ def test_a_job_that_cannot_be_trained(run_dir: Path, capfd: pytest.CaptureFixtur
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", ["single", "shard=2", "data=2 accumulate=2 recompute=full"])
-@pytest.mark.parametrize("defect", ["loss is NaN", "an unused parameter", "loss ignores its input", "loss is a vector"])
+@pytest.mark.parametrize("defect", ["loss is NaN", "loss ignores its input", "loss is a vector"])
 def test_under_other_plans_too(run_dir: Path, plan: str, defect: str):
     """What is wrong with a job does not depend on the plan, nor does what is said of it."""
     changes, words, exit_code = BAD_JOBS[defect]

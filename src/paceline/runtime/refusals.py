@@ -1,4 +1,4 @@
-"""What no update can be made from: a loss that is not finite or counts nothing, parameters that nothing uses."""
+"""What no update can be made from: a loss that is not finite, counts nothing or uses no parameter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from paceline.errors import TrainingError
+from paceline.launch.logs import logger
 from paceline.runtime.loss import Tally
 from paceline.runtime.spikes import Spike
 
@@ -32,18 +33,20 @@ def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int, *
         heard=not is_of_this_rank)
 
 
-def check_used(users: Mapping[str, float]) -> None:
-    """Refuse parameters that nothing uses, unless they stand in a list beside others that were used.
+def check_used(users: Mapping[str, float], step: int) -> None:
+    """Refuse a loss that uses no parameter, and tell of parameters that it does not use.
 
-    users: ranks that used each trainable parameter, by name.
+    Nothing is told of those that stand in a list beside used ones (experts, optional layers).
+
+    users: ranks that used each trainable parameter in the step, numbered from 0, by name.
     """
     unused = [name for name, count in users.items() if not count]
+    if len(unused) == len(users):
+        raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
     family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
     alive = {family(name) for name, count in users.items() if count}
-    never = [name for name in unused if family(name) == name or family(name) not in alive]
-    if len(never) == len(users):
-        raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
-    if never:
-        shown = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
-        raise TrainingError(f"the loss does not depend on {len(never)} of {len(users)} parameters: "
-                            f"{shown}", hint="remove them, or freeze them with requires_grad_(False)")
+    unused = [name for name in unused if family(name) == name or family(name) not in alive]
+    if unused:
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        logger.info(f"the loss of step {step + 1} does not depend on {len(unused)} of {len(users)} parameters: "
+                    f"{shown}. A step updates only what its loss depends on, as under PyTorch alone")

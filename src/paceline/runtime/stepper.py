@@ -222,8 +222,8 @@ class Stepper:
             observe: Called when gradients are complete, before clipping.
 
         Raises:
-            TrainingError: a loss that is not finite or can't be trained on, a parameter that nothing uses. No
-                weight was changed, but by the updates of a step that the job brings: they are not to be saved.
+            TrainingError: a loss that is not finite or can't be trained on, or that uses no parameter. No weight was
+                changed, but by the updates of a step that the job brings: they are not to be saved.
         """
         sample_share = sum(batch.samples for batch in batches) / window.count
         if self.job.models:
@@ -284,8 +284,8 @@ class Stepper:
         self._drop_unused(users)
         if not count:
             self._clear_gradients()  # a replica without samples of its own takes no step
-        if is_first and not step and not self.step_sync.has_own_steps:
-            self._refuse_unused(users)  # before the first update
+        if is_first and not self.step_sync.has_own_steps:
+            self._check_used(users, step)
         if self.scaling is not None:
             self.scaling.update(is_skipped=has_overflowed, count=count, loss=loss, step=step)
         if is_skipped:
@@ -332,7 +332,7 @@ class Stepper:
             return StepResult((), 0, None, is_settled=False)
         sample_share = synced.weight if self.step_sync.has_own_steps else sample_share
         if not self.step_sync.has_own_steps and (first := self.untrained & verbs.trained):
-            check_used({name: count for name, count in verbs.users.items() if name.partition(".")[0] in first})
+            check_used({name: count for name, count in verbs.users.items() if name.partition(".")[0] in first}, step)
             self.untrained -= first
         result = replace(self._step_result(synced, sample_share=sample_share, norm=None, step=step),
                          is_skipped=verbs.has_overflowed)
@@ -391,7 +391,7 @@ class Stepper:
                 raise TrainingError(f"the loss counts nothing in step {first + number}: its count is {count:g}",
                                     hint="every target of the window is ignored; a larger batch makes this unlikely")
         if first == 1 and self.step_sync.has_own_steps and not self.job.models:  # whose steps may differ
-            self._refuse_unused(users)
+            self._check_used(users, step)
         if len(self.mesh.replicas) > 1:
             self.buffers.meet(sample_share, self.mesh.group("replicas"), has_unsynced=bool(changed))
         return StepResult(tuple(loss / count for loss, count in synced.figures), int(stops), norm, is_settled=True,
@@ -502,16 +502,11 @@ class Stepper:
             if not count and name in self.parameters:
                 self.parameters[name].grad = None
 
-    def _refuse_unused(self, users: list[float]) -> None:
-        """Refuse a parameter that no rank used in a run's first step.
-
-        Parameters that stand in a list beside others that were used (experts, optional layers) may be unused.
-        """
-        unused = [name for name, count in zip(self.trainable, users, strict=True) if not count]
-        if not unused or self.saw_unused:
-            return
-        self.saw_unused = True
-        check_used(dict(zip(self.trainable, users, strict=True)))
+    def _check_used(self, users: list[float], step: int) -> None:
+        """See `check_used`; once, in the first step in which a parameter is unused."""
+        if not self.saw_unused and not all(users):
+            self.saw_unused = True
+            check_used(dict(zip(self.trainable, users, strict=True)), step)
 
     def scale_gradients(self, factor: float | torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Of these parameters, in place. factor: may be on the device, as a scalar in float64."""

@@ -66,7 +66,7 @@ class Verbs:
         self.trained: set[str] = set()  # models that some backward names
         self.waiting: set[str] = set()  # parameters with gradients that no update has used
         self.frozen = stepper.freezing.at(step, window.epoch)
-        self.let_go: set[str] = set()  # parameters that may have had some: frozen ones, and those on other ranks
+        self.let_go: set[str] = set()  # parameters without: frozen or unused ones, and those on other ranks
         self.keeps_gradients, self.gradients = keeps_gradients, dict[str, torch.Tensor]()
         self.has_overflowed = False  # some gradient or loss so far, under loss scaling
 
@@ -358,7 +358,7 @@ class Verbs:
         for name in unused_here | frozen:
             parameters[name].grad = None
         self.waiting |= parameters.keys() - unused_here - frozen
-        self.let_go |= set(trainable) - parameters.keys() | frozen
+        self.let_go |= set(trainable) - parameters.keys() | frozen | unused_here
         if stepper.step_sync.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
             stepper.scale_gradients(torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), parameters)
         if self.may_edit and is_edited:

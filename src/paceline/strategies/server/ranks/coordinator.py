@@ -86,10 +86,12 @@ class _Step:
 class Coordinator(Server):
     """See the module. Everything happens on the thread that calls `run`, as messages come in.
 
-    passed_over: saves of checkpoints that the run could not go on from.
+    passed_over: saves of checkpoints that the run could not go on from. saw_unused: whether some update used only a
+        part of the parameters.
     """
 
     passed_over: frozenset[str] = frozenset()
+    saw_unused = False
 
     def __init__(self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...]) -> None:
         self.workers: dict[int, _Worker] = {}
@@ -569,8 +571,9 @@ class Coordinator(Server):
         check_loss(loss, count, [], self.step)
         reports = self.reports.pop(update).values()
         unused = set.intersection(*(set(r["unused"]) for r in reports))
-        if version == 0 and unused:
-            check_used({name: float(name not in unused) for name in self.shelf.trainable})
+        if unused and not self.saw_unused:
+            self.saw_unused = True
+            check_used({name: float(name not in unused) for name in self.shelf.trainable}, self.step)
         norm = math.sqrt(self.squares.pop(update, 0.0)) * scale / part  # of the mean over the update's own samples
         clip = 1.0 if self.job.clip is None else min(1.0, self.job.clip / (norm + 1e-6))  # as clip_grad_norm_
         stale = version - min(r["version"] for r in reports)
