@@ -63,6 +63,15 @@ def test_every_relative_link_leads_somewhere(page: Path):
     assert broken_links(page) == []
 
 
+def test_the_site_links_to_its_own_pages_alone():
+    """`mkdocs build --strict` fails for a link that leads out of docs/."""
+    docs = ROOT / "docs"
+    outside = {f"{page.relative_to(ROOT)}: {link}" for page in docs.glob("**/*.md") for link in LINK.findall(
+        page.read_text(encoding="utf-8")) if not re.match(r"[a-z]+:|#", link)
+        and not (page.parent / link.partition("#")[0]).resolve().is_relative_to(docs)}
+    assert outside == set()
+
+
 def links_of(page: Path) -> set[Path]:
     """The pages that a page links to."""
     paths = (link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8")))

@@ -88,7 +88,7 @@ def test_what_can_not_be_drawn(scaling: Scaling, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PacelineError, match=r"drawing needs the package 'matplotlib', which is not installed\n\n"
-                                            r"hint: pip install 'paceline\[plot\]'$"):
+                                            r"hint: pip install -e '\.\[plot\]' in Paceline's checkout$"):
         scaling.plot("scale.png")
 
 

@@ -34,7 +34,7 @@ SLOW = 0.5  # of what a wire's figures say, below which something is in the way
 # The least driver of each CUDA, by its major number. Source: minor version compatibility in NVIDIA's CUDA Compatibility
 # guide.
 _LEAST_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
-_NVML_MISSING = 'pip install "paceline[gpu]" lets it say more: who holds memory, how GPUs are wired, and their health'
+_NVML_MISSING = 'pip install nvidia-ml-py lets it say more: who holds memory, how GPUs are wired, and their health'
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,12 +58,16 @@ class HostError(UsageError):
     """Something is missing on this host that another one of the run may have: each of them tells its own."""
 
 
+def with_extra(name: str) -> str:
+    """Return the command that installs an extra of Paceline, as the README does."""
+    return f"pip install -e '.[{name}]' in Paceline's checkout"
+
+
 class MissingPackage(HostError):
-    """A package that is not installed. feature: what needs it. install: what follows 'pip install'."""
+    """A package is not installed. feature: what needs it. install: the command for it."""
 
     def __init__(self, feature: str, package: str | None, *, install: str) -> None:
-        super().__init__(f"{feature} needs the package '{package}', which is not installed",
-                         hint=f"pip install {install}")
+        super().__init__(f"{feature} needs the package '{package}', which is not installed", hint=install)
 
 
 class JobError(UsageError):

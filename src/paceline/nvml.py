@@ -1,7 +1,7 @@
 """What NVIDIA's management library, NVML, reports about the cards of this machine.
 
 NVML does not start CUDA, so this process may ask it before it forks ranks. It comes with the driver; Python reaches it
-through the package nvidia-ml-py (`pip install "paceline[gpu]"`). NVML numbers cards by their places on the bus and
+through the package nvidia-ml-py (the extra `gpu`). NVML numbers cards by their places on the bus and
 ignores CUDA_VISIBLE_DEVICES, so cards and CUDA's devices are matched by their UUIDs.
 """
 

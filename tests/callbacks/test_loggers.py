@@ -175,5 +175,5 @@ def test_kinds_of_loggers_are_checked_before_anything_starts(monkeypatch: pytest
     with pytest.raises(UsageError, match="twice"):
         loggers_of(["wandb:a", "wandb:b"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match="pip install 'paceline"):
+    with pytest.raises(MissingPackage, match=r"pip install -e '\.\[trackio\]' in Paceline's checkout"):
         loggers_of("trackio")

@@ -86,7 +86,7 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "torchao.float8.float8_linear", None)
     with pytest.raises(JobError, match="needs torchao") as caught:
         in_float8(nn.Sequential(nn.Linear(16, 16)))
-    assert "paceline[fp8]" in str(caught.value.hint)
+    assert "[fp8]" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "place=auto parts=2"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import JobError
+from paceline.errors import JobError, with_extra
 
 MULTIPLE = 16  # of a layer's sides; torchao's rule for float8 products
 _NATIVE = (8, 9)  # NVIDIA's first architecture with float8 products
@@ -60,7 +60,7 @@ def _layer() -> Any:
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
     except ImportError as error:
         raise JobError(f'precision="fp8" needs torchao, which can\'t be imported ({error})',
-                       hint="pip install 'paceline[fp8]'") from error
+                       hint=with_extra("fp8")) from error
 
     class Float8Rows(Float8Linear):
         """As torchao's, but for autocast and emulation, which it has on GPUs and for all devices alike."""

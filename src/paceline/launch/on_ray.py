@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.errors import ClusterError, MissingPackage, UsageError
+from paceline.errors import ClusterError, MissingPackage, UsageError, with_extra
 
 _CONNECT_S = 30.0
 _LINE_BYTES = 2**26  # the longest line
@@ -260,5 +260,5 @@ def _ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise MissingPackage("placing ranks by Ray", "ray", install="'paceline[ray]', on all nodes") from error
+        raise MissingPackage("placing ranks by Ray", "ray", install=f"{with_extra('ray')}, on all nodes") from error
     return ray

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from paceline.errors import HostError, MissingPackage, UsageError
+from paceline.errors import HostError, MissingPackage, UsageError, with_extra
 from paceline.launch import hosted
 from paceline.launch.environment import Environment
 from paceline.launch.fault_policy import FaultPolicy
@@ -81,7 +81,7 @@ def check_available() -> None:
         MissingPackage: certificates can't be made.
     """
     if importlib.util.find_spec("cryptography") is None:
-        raise MissingPackage("PACELINE_TLS=1", "cryptography", install="'paceline[tls]', on all hosts")
+        raise MissingPackage("PACELINE_TLS=1", "cryptography", install=f"{with_extra('tls')}, on all hosts")
 
 
 @dataclass(frozen=True, slots=True)

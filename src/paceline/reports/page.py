@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from paceline.document import strict
-from paceline.errors import UsageError
+from paceline.errors import UsageError, with_extra
 from paceline.proof.certificate import DOCUMENT as CERTIFICATE
 from paceline.proof.certificate import table as certificate_table
 from paceline.reports.diagnosis import (
@@ -99,7 +99,7 @@ def check_packages() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UsageError(f"a report needs a package that is not here: {error.name}",
-                         hint="pip install 'paceline[report]'") from error
+                         hint=with_extra("report")) from error
 
 
 def rendered(title: str, subtitle: str, verdict: Mapping[str, str], sections: Sequence[Section],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.document import strict
+from paceline.errors import with_extra
 from paceline.jobfile import JobFile
 from paceline.study.controller import common_cause
 from paceline.study.objectives import Objective
@@ -104,8 +105,7 @@ def draw(study: optuna.Study, objectives: Sequence[Objective], run_dir: Path) ->
     try:
         import matplotlib
     except ModuleNotFoundError:
-        print("no figures: the package 'matplotlib' is not installed (pip install 'paceline[search]')",
-              file=sys.stderr)
+        print(f"no figures: the package 'matplotlib' is not installed ({with_extra('search')})", file=sys.stderr)
         return []
     if "matplotlib.pyplot" not in sys.modules:
         matplotlib.use("Agg")

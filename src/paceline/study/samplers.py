@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import MissingPackage, UsageError, nearest
+from paceline.errors import MissingPackage, UsageError, nearest, with_extra
 from paceline.study.storage import optuna, quiet
 
 if TYPE_CHECKING:
@@ -94,4 +94,4 @@ def make_pruner(pruner: str | BasePruner | None, *, num_objectives: int, evaluat
 
 def _needs(package: str, feature: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise MissingPackage(feature, package, install="'paceline[search]'")
+        raise MissingPackage(feature, package, install=with_extra("search"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import MissingPackage, PacelineError, UsageError
+from paceline.errors import MissingPackage, PacelineError, UsageError, with_extra
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage, RDBStorage
@@ -36,7 +36,7 @@ def optuna() -> Any:
     try:
         import optuna
     except ModuleNotFoundError as error:
-        raise MissingPackage("a search", "optuna", install="'paceline[search]'") from error
+        raise MissingPackage("a search", "optuna", install=with_extra("search")) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -64,7 +64,7 @@ def open_storage(url: str | None, run_dir: Path) -> BaseStorage:
                 heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback()))
         except ImportError as error:
             driver = error.name or url.partition(":")[0].rpartition("+")[2]
-            raise MissingPackage(f"storage '{url}'", driver, install=driver) from error
+            raise MissingPackage(f"storage '{url}'", driver, install=f"pip install {driver}") from error
 
 
 @contextlib.contextmanager

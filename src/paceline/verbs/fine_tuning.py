@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Cluster
-from paceline.errors import MissingPackage, UsageError, nearest
+from paceline.errors import MissingPackage, UsageError, nearest, with_extra
 from paceline.job import Job
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.remedies import Attempt
@@ -15,7 +15,6 @@ from paceline.runtime.documents import read
 
 SHORTEST, LOWEST_RANK = 128, 4  # sequences and adapters that are thought of
 USUAL_RANK = 16  # of adapters, where all weights are too many
-INSTALL = "'paceline[transformers]'"
 
 
 @dataclass(frozen=True)
@@ -137,4 +136,5 @@ def _imported(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingPackage("--hf" if package == "transformers" else "--lora", package, install=INSTALL) from error
+        raise MissingPackage("--hf" if package == "transformers" else "--lora", package,
+                             install=with_extra("transformers")) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import Cluster
-from paceline.errors import ClusterError, MissingPackage, PacelineError, UsageError
+from paceline.errors import ClusterError, MissingPackage, PacelineError, UsageError, with_extra
 from paceline.jobfile import AnyJob, open_job
 from paceline.launch.fork import apart_from_cuda
 from paceline.planner.problem import PlanningProblem
@@ -157,7 +157,7 @@ def check_plot(path: str | Path) -> None:
     if Path(path).suffix not in SUFFIXES:
         raise UsageError(f"can't draw to {path}", hint=f"a file that ends in {' or '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingPackage("drawing", "matplotlib", install="'paceline[plot]'")
+        raise MissingPackage("drawing", "matplotlib", install=with_extra("plot"))
 
 
 def _point(problem: PlanningProblem, cluster: Cluster, count: int, *, relaxed: bool) -> Point:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.errors import MissingPackage, UsageError, nearest
+from paceline.errors import MissingPackage, UsageError, nearest, with_extra
 
 if TYPE_CHECKING:
     from paceline.callbacks.callback import Callback
@@ -51,6 +51,6 @@ def _logger(text: str) -> Logger:
         raise UsageError(f"--log {text}: {nearest(kind, _KINDS)}", hint="--log tensorboard, or --log mlflow:URI")
     module, name, package = _KINDS[kind]
     if importlib.util.find_spec(package) is None:
-        raise MissingPackage(f"--log {kind}", package, install=f"'paceline[{kind}]'")
+        raise MissingPackage(f"--log {kind}", package, install=with_extra(kind))
     logger: Logger = getattr(importlib.import_module(module), name)(where or None)
     return logger
