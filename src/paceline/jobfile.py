@@ -117,13 +117,18 @@ def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
         JobError: the file or its function can't be used.
         UsageError: this is no job at all.
     """
+    from paceline.launch import inherited
     from paceline.launch.fork import ask_forks_about_cuda
 
     ask_forks_about_cuda()
     if isinstance(job, str | Path):
         job = JobFile.parse(str(job))
+    before = inherited.descriptors()
+    loaded = job.load() if isinstance(job, JobFile) else job
+    if left := inherited.left_behind(before):
+        print(f"note: {left}", file=sys.stderr, flush=True)
     if isinstance(job, JobFile):
-        return job, job.load()
+        return job, loaded
     if not isinstance(job, Job):
         raise UsageError(f"a job is a paceline.Job or a Python file that makes one, got {type(job).__name__}",
                          hint="docs/job.md shows one" if not callable(job) else "call the function: it returns the Job")

@@ -163,14 +163,26 @@ def test_a_rank_in_a_native_call_that_holds_the_interpreter(run_ranks: Any):
 
 
 def test_a_rank_alone_is_told_of(run_ranks: Any, capfd: pytest.CaptureFixture[str]):
-    """Nobody waits for it, so it goes on; where it was silent is told once."""
+    """Nobody waits for it, so it goes on while it computes; where it was silent is told once."""
     def body(context: Any) -> int:
         context.beat("input")
-        time.sleep(4)
+        until_s = time.monotonic() + 4
+        while time.monotonic() < until_s:
+            pass
         return 7
 
     assert run_ranks(body, 1, timeout_s=1.0) == [7]
     assert capfd.readouterr().err.count("did not go on for 1 s") == 1
+
+
+def test_a_rank_alone_that_computes_nothing_is_ended(run_ranks: Any):
+    """It waits for what doesn't come, so the run would never end."""
+    def body(context: Any) -> None:
+        context.beat("input")
+        threading.Event().wait()
+
+    with pytest.raises(RankFailed, match=r"rank 0 did not go on for 1 s"):
+        run_ranks(body, 1, timeout_s=1.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc, which says what a process does")

@@ -18,6 +18,7 @@ from paceline.launch import signals
 from paceline.launch.fork import die_with, prepare_to_fork, refuse_used_cuda
 from paceline.launch.heap import set_up_heap
 from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.inherited import close_connections
 from paceline.launch.process import use_threads
 
 _BESIDE_NICE = 10  # a tenth of a rank's share: at 19 a second of work lasted for 17 steps of the byte GPT
@@ -99,6 +100,7 @@ def _be_fork(work: Callable[[], None], parent_pid: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
+        close_connections()
         torch.set_num_threads(1)
         set_up_heap(keep=True)
         work()

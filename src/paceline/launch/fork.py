@@ -27,6 +27,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.errors import PacelineError
+from paceline.launch import inherited  # noqa: F401  # each fork opens files again at their places
 
 _is_apart = False  # whether this process is such a fork: it may use CUDA, and forks of it might not
 

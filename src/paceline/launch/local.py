@@ -24,6 +24,7 @@ from paceline.launch.failure import Failure, cause_of, different_verbs, ended_by
 from paceline.launch.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPolicy
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.inherited import close_connections
 from paceline.launch.messages import Line, Message, RanksGone
 from paceline.launch.outside_watch import OutsideWatch, is_stopped
 from paceline.launch.process import Body, run_rank, set_up_device
@@ -154,6 +155,8 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
     launch.watch.be_watched(rank)
     waiting.tell = partial(launch.board.set_waits, rank)
     start, world_size = line.start().value, len(launch.devices)
+    if world_size > 1 or start["num_starts"] > 1:  # the first process of a rank alone is the only one to use them
+        close_connections()
     device = (*launch.devices, *launch.fault_policy.spares)[start["device"]]
     context = RankContext(
         rank, world_size, world_size, set_up_device(device, world_size), None, launch.board, rank,
@@ -304,14 +307,16 @@ class _Ranks:
 
     def _hang(self) -> Failure | None:
         """The report of a hang, once there is one. A rank alone is waited for by nobody: what it does is told, and it
-        goes on, but not if it is stopped. Ranks that the others go on without are looked at elsewhere."""
+        goes on, but not if it is stopped or computes nothing. Ranks that the others go on without are looked at
+        elsewhere."""
         optional = self.launch.fault_policy.optional_ranks
         pids = {number: pid for number, rank in enumerate(self.of) if not rank.finished and number not in optional
                 and (pid := self.processes.pid(number)) is not None}
         hang = self.launch.watch.look(pids)
         if hang is None or self._cause() is not None:
             return None
-        if len(self.of) > 1 or is_stopped(pids[hang.rank]):
+        pid = pids[hang.rank]
+        if len(self.of) > 1 or is_stopped(pid) or self.launch.watch.is_asleep(hang.rank, pid):
             self.of[hang.rank].failure = hang
             return hang
         if self.told_of != (hang.step, hang.phase):

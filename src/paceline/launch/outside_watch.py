@@ -8,6 +8,7 @@ signal handler in C (faulthandler), which needs no lock of the interpreter.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from paceline.launch.failure import Failure, is_users
 from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
 from paceline.launch.memory_files import memory_file
@@ -27,16 +30,19 @@ from paceline.launch.watchdog import COLLECTIVES, FRAMES_OF_A_COLLECTIVE, hang_f
 # Not the schedulers' SIGUSR1 and SIGUSR2. Realtime signals are Linux's; macOS ignores SIGINFO where nobody asks for it.
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGINFO  # type: ignore[attr-defined]
 _STACK_S, _STACK_POLL_S = 0.5, 0.01  # how long to wait for the stacks
+_ASLEEP = 0.1  # of its silence in which a rank that does something computes at least
 _AWAY_S = 5.0  # without a look, of which there are two a second
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 @dataclass
 class _Silence:
-    """Since a sign of life: when it was given, and how long its process's threads had waited for a core soon after."""
+    """Since a sign of life: when it was given, and how long its process's threads had waited for a core soon after,
+    and how long it and its children had computed."""
 
     since_s: float
     delays_s: dict[str, float]
+    computed_s: float
 
 
 class OutsideWatch:
@@ -51,6 +57,8 @@ class OutsideWatch:
         self.board, self.patience_s, self.sees_all = board, patience_s, sees_all
         self._first_rank = 0
         self._stacks = [memory_file("paceline-stack") for _ in range(num_ranks)]
+        for stack in self._stacks:
+            fcntl.fcntl(stack, fcntl.F_SETFL, os.O_APPEND)  # a rank writes at the end, which is moved here
         self._silences: dict[int, _Silence] = {}
         self._looked_s, self._awake_s = time.monotonic(), 0.0
 
@@ -90,6 +98,10 @@ class OutsideWatch:
             return None  # who waits, waits for a rank that works
         return self._report(reacting, dumb, pids)
 
+    def is_asleep(self, rank: int, pid: int) -> bool:
+        """Whether a silent rank, and what works for it, computes nothing: it waits for what doesn't come."""
+        return _computed_s(pid) - self._silences[rank].computed_s < _ASLEEP * self.patience_s
+
     def _report(self, reacting: dict[int, dict[str, Any]], dumb: list[int], pids: dict[int, int]) -> Failure:
         world_size = len(pids)
         first = self._first_rank
@@ -110,7 +122,7 @@ class OutsideWatch:
             return silent_s
         silence = self._silences.get(rank)
         if silence is None or silence.since_s != sign.time_s:
-            silence = self._silences[rank] = _Silence(sign.time_s, _delays_s(pid))
+            silence = self._silences[rank] = _Silence(sign.time_s, _delays_s(pid), _computed_s(pid))
         starved_s = max((delay_s - silence.delays_s.get(thread, 0.0) for thread, delay_s in _delays_s(pid).items()),
                         default=0.0)
         return silent_s - starved_s
@@ -123,7 +135,6 @@ class OutsideWatch:
         signs = {rank: self.board.read(rank) for rank in pids}
         for rank, pid in pids.items():
             os.ftruncate(self._stacks[rank], 0)
-            os.lseek(self._stacks[rank], 0, os.SEEK_SET)  # shared with the rank, which writes on from there
             with suppress(ProcessLookupError):
                 os.kill(pid, STACK_SIGNAL)
         until_s = time.monotonic() + _STACK_S
@@ -166,6 +177,17 @@ def _delays_s(pid: int) -> dict[str, float]:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             delays_s[thread.name] = 1e-9 * int((thread / "schedstat").read_text().split()[1])
     return delays_s
+
+
+def _computed_s(pid: int) -> float:
+    """How long a process and its children have had a core."""
+    total_s = 0.0
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total_s += sum(each.cpu_times()[:4])
+    return total_s
 
 
 def is_stopped(pid: int) -> bool:

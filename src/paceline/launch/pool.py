@@ -24,6 +24,7 @@ from paceline.launch.failure import Failure, cause_of, killed
 from paceline.launch.fault_policy import FaultPolicy
 from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.inherited import close_connections
 from paceline.launch.messages import Line, Message
 from paceline.launch.supervisor import Supervisor
 from paceline.launch.temporary import temporary_folder
@@ -202,6 +203,8 @@ class Pool:
         from paceline.launch.process import set_up_device
 
         signal.signal(_STOP_SIGNAL, signal.SIG_IGN)  # one that comes when the training is already over
+        if len(self.devices) > 1:
+            close_connections()
         device = set_up_device(self.devices[slot], len(self.devices))
         output = redirect(None)
         while True:

@@ -24,6 +24,7 @@ from paceline.job.batches import Collate, as_pair, collated
 from paceline.job.loaders import Loading
 from paceline.job.phases import value_at
 from paceline.launch.failure import traced_cause, user_frames
+from paceline.launch.inherited import close_connections, closed_connections
 from paceline.runtime.collate_draws import CollateDraws
 from paceline.runtime.order import Order, Window, digest, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
@@ -186,6 +187,7 @@ class _WorkerInit:
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGTERM, _leave_to_rank)
+        close_connections()
         if self.init is not None:
             object.__setattr__(torch.utils.data.get_worker_info(), "dataset", self.data)  # else it refuses
             self.init(worker)
@@ -341,4 +343,5 @@ def _sample(data: Any, index: int, position: int, seed: int) -> Any:
     try:
         return data[index]
     except Exception as error:
-        raise TrainingError(f"sample {index} of the data can't be read: {type(error).__name__}: {error}") from error
+        raise TrainingError(f"sample {index} of the data can't be read: {type(error).__name__}: {error}",
+                            hint=closed_connections() or None) from error

@@ -76,14 +76,14 @@ def claimed(run_dir: Path) -> Iterator[Path]:
     own_pid, is_new = os.getpid(), not run_dir.exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)  # not to be read: forks keep the lock
     except OSError as error:
         raise _unwritable(run_dir, error) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            holder = os.read(lock, 20).decode().strip() or "unknown"
+            holder = (run_dir / ".lock").read_text().strip() or "unknown"
             raise UsageError(f"{run_dir} is in use by a live run (process {holder})",
                              hint="wait for it, or name another folder with --run") from None
         try:
