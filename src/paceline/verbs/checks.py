@@ -26,15 +26,20 @@ _DOCUMENT, _REMEMBERED = "checks", 1000  # in the cache of this machine; the lat
 
 
 def first_update(job: Job, source: JobFile | None, resolved: Resolved, *, environment: Environment | None,
-                 timeout_s: float) -> FirstUpdate | None:
+                 timeout_s: float, loader_workers: int = 0) -> FirstUpdate | None:
     """Check the plan's first update where that is possible and not known yet. None: one device does the job as it is.
 
+    Before it, some samples of what several ranks or loader workers read, on whatever device.
+
     Raises:
-        PlanRefused: it is not one device's.
+        PlanRefused: it is not one device's, or the data set has a memory of its own.
         RankFailed: a rank failed, as it would have in the run.
     """
     from paceline.proof.first_update import FirstUpdate, check_first_update
+    from paceline.proof.samples import refuse_memory
 
+    if resolved.plan.relaxed is None and (resolved.plan.world_size > 1 or loader_workers > 1):
+        refuse_memory(job, f"The ranks of '{resolved.plan}'" if resolved.plan.world_size > 1 else "Loader workers")
     if resolved.plan.with_(deterministic="no") == Plan():
         return None
     if (reason := _unchecked(resolved, environment)) is not None:

@@ -194,7 +194,7 @@ class TrainRequest:
             claims, run, resume=is_resumed, lost_s=timeout_s if is_again else 0.0)))
         if launcher.is_first:
             print(_banner(job, resolved, chosen.why, run_dir, by_name=self.by_name), file=sys.stderr, flush=True)
-        checked = _checked(job, self.source, resolved, launcher) if check else None
+        checked = _checked(job, self.source, resolved, launcher, options.get("loader_workers", 0)) if check else None
         controller: RunController | None = None
         control: AbstractContextManager[None] = nullcontext()
         if job.callbacks:
@@ -262,7 +262,8 @@ class TrainRequest:
         return str(run_dir)
 
 
-def _checked(job: Job, source: JobFile | None, resolved: Resolved, launcher: Launcher) -> FirstUpdate | None:
+def _checked(job: Job, source: JobFile | None, resolved: Resolved, launcher: Launcher,
+             loader_workers: int) -> FirstUpdate | None:
     """What the check before the run found; says so where the run is not what one device computes, or may not be.
 
     Where the job's own error ended the check on one device and under the plan, the run itself reports that error. Only
@@ -275,7 +276,7 @@ def _checked(job: Job, source: JobFile | None, resolved: Resolved, launcher: Lau
 
     def check() -> str:
         update = checks.first_update(job, source, resolved, environment=launcher.environment,
-                                     timeout_s=launcher.timeout_s)
+                                     timeout_s=launcher.timeout_s, loader_workers=loader_workers)
         return json.dumps(update and update.to_dict())
 
     document = json.loads(launcher.agree("first update", check))

@@ -1,0 +1,78 @@
+"""Whether a data set gives a sample alike whatever was read before: ranks and loader workers each read a part alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch.utils.data import Subset, TensorDataset
+
+from paceline.errors import PlanRefused
+from paceline.job import Job
+from paceline.job.arrays import Arrays
+from paceline.job.batches import Collate
+from paceline.job.phases import value_at
+from paceline.launch.fork import in_a_fork
+from paceline.runtime.drift import fingerprint
+from paceline.runtime.feed import fetch, is_stream, map_tensors
+from paceline.runtime.order import Order
+from paceline.runtime.streams import key_to_seed
+
+_TIMEOUT_S = 60.0
+
+
+def refuse_memory(job: Job, readers: str) -> None:
+    """Refuse a data set with a memory of its own, as a cache filled at first touch or a generator is.
+
+    A fork reads some samples as a run does in its last epoch; another one reads them, and others, as in earlier epochs
+    before. Where a third does not repeat the first one's samples, nothing is refused: no seed fixes those.
+
+    readers: what reads the data, in words.
+
+    Raises:
+        PlanRefused: the samples differ.
+    """
+    for name, data, collate, seed in (
+            ("data", job.data, job.collate, partial(key_to_seed, job.seed, "sample")),
+            ("validation", job.validation, job.evaluation_collate, lambda epoch: key_to_seed(job.seed, "evaluation"))):
+        if data is None or is_stream(data) or _is_in_memory(data):
+            continue
+        is_again = name == "validation" or (job.total_steps or 0) > Order.of(job).epoch_end(0)
+        places = sorted({len(data) // 2, len(data) - 1})
+        others = sorted({0, len(data) // 3} - {*places})
+        last = (places, seed(int(is_again)))
+        alone = partial(_contents, data, value_at(collate, 0, 0), [last])
+        after = partial(_contents, data, value_at(collate, 0, 0),
+                        [(others, seed(0)), *[(places, seed(0))] * is_again, last])
+        try:
+            first, second = (in_a_fork(work, timeout_s=_TIMEOUT_S) for work in (alone, after))
+            if first == second or first != in_a_fork(alone, timeout_s=_TIMEOUT_S):
+                continue
+        except RuntimeError as error:  # the run says more of it
+            print(f"note: whether {name} gives its samples alike in each epoch is not known: {error}", file=sys.stderr)
+            continue
+        raise PlanRefused(
+            f"{name} gives other samples after some were read before: it has a memory of its own, such as a cache with "
+            f"random changes in it or a generator that goes on. {readers} would each have another one",
+            hint="cache samples as they are before they are changed at random, and draw from the generators of torch, "
+                 "random or NumPy, which are seeded for each sample. 'single' with at most one loader worker trains "
+                 "it as it is; --check no trains all the same")
+
+
+def _contents(data: Any, collate: Collate | None, reads: Sequence[tuple[list[int], int]]) -> list[int]:
+    """Fingerprints of the samples that are read last. reads: their places, and a seed."""
+    from paceline.launch.logs import redirect
+
+    redirect(None)  # the job's own code says all it says when it runs for the run
+    batches = [fetch(data, places, places, seed=seed, collate=collate) for places, seed in reads if places]
+    prints: list[int] = []
+    map_tensors(lambda tensor: prints.append(int(fingerprint(tensor))), batches[-1])
+    return prints
+
+
+def _is_in_memory(data: Any) -> bool:
+    while type(data) is Subset:
+        data = data.dataset
+    return type(data) is TensorDataset or (type(data) is Arrays and data.is_in_memory)
