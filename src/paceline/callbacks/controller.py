@@ -25,6 +25,7 @@ from paceline.errors import CallbackError, UsageError
 from paceline.launch.failure import traced
 from paceline.launch.messages import RanksGone
 from paceline.runtime.control import Requests
+from paceline.runtime.documents import metrics_kind, rows
 from paceline.runtime.folder import CHECKPOINTS, LOGGED, METRICS
 
 if TYPE_CHECKING:
@@ -183,10 +184,8 @@ class RunController:
         with path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
-        whole = data[:data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            yield json.loads(line)
+        before, self._offset = self._offset, self._offset + data.rfind(b"\n") + 1
+        yield from rows(data, path, metrics_kind, after=before)
 
     def _count(self, line: Mapping[str, Any]) -> bool:
         """Take the loss of a step into that of its epoch. Returns whether the line is a step's."""

@@ -92,6 +92,6 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of `metrics.jsonl`; none where there is no such file.
 
     Raises:
-        UsageError: a line is damaged.
+        UsageError: the file can't be read.
     """
     return list(read_lines(run_dir / METRICS, metrics_kind))

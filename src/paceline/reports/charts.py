@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 MOST_POINTS = 400  # of a line; more can't be told apart at a chart's width in pixels
+_GREATEST = 1e300  # that can be drawn: beyond it sums are infinite
 _SIZE_INCHES = (4.6, 2.6)  # so that text is readable at a phone's width
 # Colours that stand for the page's style variables: matplotlib draws them, `_styled` replaces them.
 INK, GRID = "#010203", "#010204"
@@ -92,10 +93,10 @@ def points(xs: Sequence[float], ys: Sequence[float], best: Sequence[float], *, x
 def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[list[float], list[float]]:
     """At most `MOST_POINTS` points: medians of as many groups of neighbours. Values that are no numbers are left out.
 
-    >>> thinned([1, 2], [5.0, None])
+    >>> thinned([1, 2, 3], [5.0, None, float("nan")])
     ([1], [5.0])
     """
-    kept = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
+    kept = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and abs(y) < _GREATEST]
     size = -(-len(kept) // MOST_POINTS) or 1
     groups = [kept[start:start + size] for start in range(0, len(kept), size)]
     return [median(x for x, _ in group) for group in groups], [median(y for _, y in group) for group in groups]

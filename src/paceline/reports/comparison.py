@@ -127,8 +127,10 @@ def _changes(first: RunRecord, second: RunRecord) -> list[FigureChange]:
 
 
 def _worse(first: float, second: float, *, less_is_better: bool) -> float | None:
+    if math.isfinite(first) != math.isfinite(second):  # a loss that is not a number
+        return math.inf if math.isfinite(first) else -math.inf
     if not (first > 0 and second > 0):
-        return 0.0 if first == second else None
+        return 0.0 if first == second or not math.isfinite(first) else None
     return second / first - 1 if less_is_better else first / second - 1
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Required, TypedDict
 
@@ -18,6 +20,7 @@ from paceline.errors import UsageError
 Real = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]  # sums and products with units stay finite
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Figures = dict[str, Real | None]
+Computed = float  # by the job's own functions, or of its model: NaN and infinity are such figures, too
 
 
 class PlanDocument(TypedDict, total=False):
@@ -68,10 +71,10 @@ class SummaryDocument(TypedDict, total=False):
     core_wait_s: Real | None
     save_blocked_s: Real | None
     final_loss: Real | None
-    validation_loss: Real | None
+    validation_loss: Computed | None
     peak_memory_bytes: Real | None
     bytes_sent: Real | None
-    metrics: dict[str, Real | str | bool | None] | None
+    metrics: dict[str, Computed | str | bool | None] | None
     check: CheckDocument | None
     staleness: dict[str, Count] | None
     workers: dict[str, Figures] | None
@@ -111,8 +114,8 @@ class OtherRow(TypedDict, total=False):
     """A line of metrics.jsonl: an evaluation or a save."""
 
     step: Required[Count]
-    validation_loss: Real | None
-    metrics: Figures | None
+    validation_loss: Computed | None
+    metrics: dict[str, Computed | None] | None
     saved: bool
 
 
@@ -169,7 +172,7 @@ def read(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
         UsageError: the file isn't there, is no JSON, or holds something else.
     """
     try:
-        return checked(json.loads(_text(path)), kind, path)
+        return checked(json.loads(_bytes(path)), kind, path)
     except OSError as error:
         raise UsageError(f"can't read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -177,31 +180,44 @@ def read(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
 
 
 def read_lines(path: Path, kind_of: Any = lambda row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines of a file, each a document; a last line that a killed run left unfinished is left out.
-
-    kind_of: Of a line.
+    """The lines of a file, as `rows` has them; none where there is no file.
 
     Raises:
-        UsageError: the file can't be read, or a line is damaged.
+        UsageError: the file can't be read.
     """
     try:
-        lines = _text(path).splitlines(keepends=True) if path.exists() else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            return
+        data = _bytes(path) if path.exists() else b""
+    except OSError as error:
+        raise UsageError(f"can't read {path}: {error.strerror}") from error
+    yield from rows(data, path, kind_of)
+
+
+def rows(data: bytes, path: Path, kind_of: Any = lambda row: dict[str, Any], *, after: int = 0
+         ) -> Iterator[dict[str, Any]]:
+    """The lines of what a file holds after so many bytes, each a document. A damaged line is named on stderr and passed
+    over. A last line without its end was being written when the run was killed, or is written now: it is left out.
+
+    kind_of: Of a line.
+    """
+    for number, line in enumerate(data[:data.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} is damaged in line {number}: {error}") from error
-        yield checked(row, kind_of(row), f"{path}, line {number},")
+            msgspec.convert(row, kind_of(row))
+        except (ValueError, RecursionError, msgspec.ValidationError) as error:
+            _tell(f"{path} is damaged in line {number}{f' after byte {after}' if after else ''}: {error}")
+        else:
+            yield row
 
 
-def _text(path: Path) -> str:
+@cache
+def _tell(damage: str) -> None:
+    print(f"warning: {damage}; the line is passed over", file=sys.stderr)
+
+
+def _bytes(path: Path) -> bytes:
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no regular file")
-    return path.read_text()
+    return path.read_bytes()
 
 
 def checked(document: Any, kind: Any, where: Any) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from paceline.runtime.control import Controlling, RunControl
 from paceline.runtime.copies import Copier, open_newest
 from paceline.runtime.cores import CoreWait
 from paceline.runtime.display import Display, Progress
+from paceline.runtime.documents import metrics_kind, read_lines
 from paceline.runtime.evaluate import evaluate, evaluate_step
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.runtime.folder import CHECKPOINTS, JOURNAL, SPLIT
@@ -427,19 +428,16 @@ def append_metrics(path: Path, figures: Mapping[str, Any]) -> None:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Forget what the interrupted run recorded after the step that this one goes on from."""
+    """Forget what the interrupted run recorded after the step that this one goes on from, and damaged lines."""
     if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        while lines and json.loads(lines[-1])["step"] > step:
-            del lines[-1]
-        write_text(path, "".join(lines))
+        kept = [row for row in read_lines(path, metrics_kind) if row["step"] <= step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def recorded_loss(path: Path) -> float:
     """The last finite loss that a run recorded of a step; NaN if there is none."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    losses = (json.loads(line).get("loss") for line in reversed(lines))
-    return next((loss for loss in losses if loss is not None), math.nan)
+    losses = [row["loss"] for row in read_lines(path, metrics_kind) if row.get("loss") is not None]
+    return losses[-1] if losses else math.nan
 
 
 # --- Callbacks ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.runtime.documents import rows
+
 STARTED = "started"
 
 
@@ -60,9 +62,8 @@ class Losses:
 
 
 def _whole_lines(path: Path, offset: int = 0) -> Iterator[dict[str, Any]]:
-    """The lines of a file whose last may have been cut off, from an offset on."""
-    text = path.read_bytes()[offset:].decode()
-    return (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n"))
+    """The lines of a file from an offset on."""
+    return rows(path.read_bytes()[offset:], path, after=offset)
 
 
 def staleness_of(metrics: Path) -> list[int]:
