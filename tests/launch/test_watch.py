@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -162,17 +163,23 @@ def test_a_rank_in_a_native_call_that_holds_the_interpreter(run_ranks: Any):
     assert time.monotonic() - began_s < 30
 
 
-def test_a_rank_alone_is_told_of(run_ranks: Any, capfd: pytest.CaptureFixture[str]):
-    """Nobody waits for it, so it goes on while it computes; where it was silent is told once."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_that_nobody_waits_for_are_told_of(run_ranks: Any, capfd: pytest.CaptureFixture[str], num_ranks: int):
+    """A rank alone, or all ranks in a long step, go on; where they were silent is told once."""
     def body(context: Any) -> int:
-        context.beat("input")
+        context.step = 1
+        context.beat("forward")
         until_s = time.monotonic() + 4
-        while time.monotonic() < until_s:
+        while time.monotonic() < until_s and num_ranks == 1:
             pass
+        if num_ranks > 1:
+            time.sleep(3)
         return 7
 
-    assert run_ranks(body, 1, timeout_s=1.0) == [7]
-    assert capfd.readouterr().err.count("did not go on for 1 s") == 1
+    assert run_ranks(body, num_ranks, timeout_s=1.0) == [7] * num_ranks
+    told = capfd.readouterr().err
+    assert re.search(rf"warning: rank [01](, 1)? did not go on for 1 s in step 1 \(forward\), at {__file__}:", told)
+    assert told.count("nobody waits for it, so the run goes on") == 1
 
 
 def test_a_rank_alone_that_computes_nothing_is_ended(run_ranks: Any):

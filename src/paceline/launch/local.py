@@ -26,7 +26,7 @@ from paceline.launch.fork import refuse_used_cuda
 from paceline.launch.heartbeats import HeartbeatTable
 from paceline.launch.inherited import close_connections
 from paceline.launch.messages import Line, Message, RanksGone
-from paceline.launch.outside_watch import OutsideWatch, is_stopped
+from paceline.launch.outside_watch import OutsideWatch
 from paceline.launch.process import Body, run_rank, set_up_device
 from paceline.launch.state_copies import StateCopies
 from paceline.launch.supervisor import Supervisor
@@ -205,7 +205,6 @@ class _Ranks:
         self.of = [_Rank() for _ in launch.devices]
         self.devices = list(range(len(self.of)))  # of each rank, its number among devices and spares
         self.num_spares = len(launch.fault_policy.spares)  # that are left, the last ones
-        self.told_of: tuple[int, str] | None = None  # where a rank that is alone was told to be silent
         self.furthest = [-1] * len(self.of)  # step at which each rank died
         self.fruitless = [0] * len(self.of)  # deaths of each rank in a row that came no further
 
@@ -306,23 +305,15 @@ class _Ranks:
         return self._cause()
 
     def _hang(self) -> Failure | None:
-        """The report of a hang, once there is one. A rank alone is waited for by nobody: what it does is told, and it
-        goes on, but not if it is stopped or computes nothing. Ranks that the others go on without are looked at
-        elsewhere."""
+        """The report of a hang, once there is one. Ranks that the others go on without are looked at elsewhere."""
         optional = self.launch.fault_policy.optional_ranks
         pids = {number: pid for number, rank in enumerate(self.of) if not rank.finished and number not in optional
                 and (pid := self.processes.pid(number)) is not None}
         hang = self.launch.watch.look(pids)
         if hang is None or self._cause() is not None:
             return None
-        pid = pids[hang.rank]
-        if len(self.of) > 1 or is_stopped(pid) or self.launch.watch.is_asleep(hang.rank, pid):
-            self.of[hang.rank].failure = hang
-            return hang
-        if self.told_of != (hang.step, hang.phase):
-            self.told_of = hang.step, hang.phase
-            print(f"warning: {hang.describe(None)}", file=sys.stderr, flush=True)
-        return None
+        self.of[hang.rank].failure = hang
+        return hang
 
     def _restart_lost(self) -> None:
         """Start optional ranks again that died; those that say nothing, and so are of no use to anybody, are killed."""

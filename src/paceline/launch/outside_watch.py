@@ -17,6 +17,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,22 @@ import psutil
 from paceline.launch.failure import Failure, is_users
 from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
 from paceline.launch.memory_files import memory_file
-from paceline.launch.watchdog import COLLECTIVES, FRAMES_OF_A_COLLECTIVE, hang_failure
+from paceline.launch.watchdog import (
+    COLLECTIVES,
+    FRAMES_OF_A_COLLECTIVE,
+    LOADER,
+    hang_failure,
+    is_awaited,
+    tell_silence,
+)
 
 # Not the schedulers' SIGUSR1 and SIGUSR2. Realtime signals are Linux's; macOS ignores SIGINFO where nobody asks for it.
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGINFO  # type: ignore[attr-defined]
 _STACK_S, _STACK_POLL_S = 0.5, 0.01  # how long to wait for the stacks
+_PATIENCES = 3  # that ranks which compute nothing have while nobody waits
 _ASLEEP = 0.1  # of its silence in which a rank that does something computes at least
 _AWAY_S = 5.0  # without a look, of which there are two a second
+_FETCH = str(Path("torch", "utils", "data", "_utils", "fetch.py"))  # where a loader worker makes a batch
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -61,6 +71,7 @@ class OutsideWatch:
             fcntl.fcntl(stack, fcntl.F_SETFL, os.O_APPEND)  # a rank writes at the end, which is moved here
         self._silences: dict[int, _Silence] = {}
         self._looked_s, self._awake_s = time.monotonic(), 0.0
+        self._silent_in: list[tuple[int, str]] = []  # step and phase, at each look at ranks that nobody waits for
 
     def close(self) -> None:
         for descriptor in self._stacks:
@@ -77,9 +88,11 @@ class OutsideWatch:
     def look(self, pids: dict[int, int]) -> Failure | None:
         """The report of a hang, in the culprit's name; None while there is none. pids: of the ranks that are watched.
 
-        A hang is found if a rank that doesn't wait for others was silent for the patience, or all ranks wait. If nobody
-        has looked for long, this process was stopped, and the ranks may have been, by Ctrl-Z for example: what they
-        were silent until now does not count.
+        A hang is found if a rank that doesn't wait for others was silent for the patience, or all ranks wait. Where
+        nobody waits for it, its place is told once, and it goes on, but not if it is stopped, or computes nothing: at
+        once if it is alone, and after a few patiences if all ranks are silent. If nobody has looked for long, this
+        process was stopped, and the ranks may have been, by Ctrl-Z for example: what they were silent until now does
+        not count.
         """
         if time.monotonic() - self._looked_s > _AWAY_S:
             self._awake_s = time.monotonic()
@@ -89,6 +102,8 @@ class OutsideWatch:
             return None
         positions = self._positions(pids)
         reacting = {rank: position for rank, position in positions.items() if position is not None}
+        has_waiting = not self.sees_all or len(pids) < len(self._stacks) or (
+            len(pids) > 1 and is_awaited(reacting.values()))
         is_everywhere = self.sees_all and len(reacting) == len(silent) == len(pids) and all(
             position["waits"] for position in reacting.values())
         dumb = [rank for rank in silent if rank not in reacting]
@@ -96,9 +111,19 @@ class OutsideWatch:
                     if rank in silent or position["waits"]}  # the others work
         if not is_everywhere and not dumb and all(position["waits"] for position in reacting.values()):
             return None  # who waits, waits for a rank that works
-        return self._report(reacting, dumb, pids)
+        failure = self._report(reacting, dumb, pids)
+        place = failure.step, failure.phase
+        self._silent_in = [*self._silent_in, place] if place in self._silent_in else [place]
+        is_long = len(self._silent_in) > (_PATIENCES if len(self._stacks) > 1 else 0)
+        if has_waiting or any(is_stopped(pids[rank]) for rank in dumb) or (
+                is_long and all(self._is_asleep(rank, pids[rank]) for rank in silent)):
+            return failure
+        self._awake_s = time.monotonic()
+        if len(self._silent_in) == 1:
+            tell_silence(failure)
+        return None
 
-    def is_asleep(self, rank: int, pid: int) -> bool:
+    def _is_asleep(self, rank: int, pid: int) -> bool:
         """Whether a silent rank, and what works for it, computes nothing: it waits for what doesn't come."""
         return _computed_s(pid) - self._silences[rank].computed_s < _ASLEEP * self.patience_s
 
@@ -133,6 +158,11 @@ class OutsideWatch:
         The signal may end a system call that a rank was blocked in, and so the hang; it is reported as it was before.
         """
         signs = {rank: self.board.read(rank) for rank in pids}
+        return {rank: self._position(rank, pids[rank], signs[rank], text) if text else None
+                for rank, text in self._ask(pids).items()}
+
+    def _ask(self, pids: dict[int, int]) -> dict[int, str]:
+        """What the signal makes processes write, each into its rank's file; nothing of one that doesn't react."""
         for rank, pid in pids.items():
             os.ftruncate(self._stacks[rank], 0)
             with suppress(ProcessLookupError):
@@ -143,21 +173,43 @@ class OutsideWatch:
         while (not all(texts.values()) or texts != before) and time.monotonic() < until_s:  # they come line by line
             time.sleep(_STACK_POLL_S)
             texts, before = {rank: self._text(rank) for rank in pids}, texts
-        return {rank: self._position(rank, signs[rank], text) if text else None for rank, text in texts.items()}
+        return texts
 
     def _text(self, rank: int) -> str:
         """What a rank's handler has written, if it is done."""
         text = os.pread(self._stacks[rank], 2**16, 0).decode(errors="replace")
         return text if _FRAME.search(text) else ""
 
-    def _position(self, rank: int, sign: Heartbeat, text: str) -> dict[str, Any]:
-        frames = [(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(text)]
+    def _position(self, rank: int, pid: int, sign: Heartbeat, text: str) -> dict[str, Any]:
+        frames = _frames(text)
         # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
         waits = sign.phase == "reduce" or self.board.waits(rank) or _is_in_collective([file for file, _, _ in frames])
         where = next((f"{file}:{line}" for file, line, _ in frames if is_users(file)), "")
         stack = traceback.StackSummary.from_list([(file, line, name, None) for file, line, name in reversed(frames)])
         return {"step": sign.step, "phase": sign.phase, "waits": waits, "where": where, "host": socket.gethostname(),
-                "stack": "".join(stack.format()[-6:])}
+                "stack": "".join(stack.format()[-6:]),
+                "waits_for": self._busy_worker(rank, pid) if any(LOADER in file for file, _, _ in frames[:9]) else ""}
+
+    def _busy_worker(self, rank: int, pid: int) -> str:
+        """The first process that makes something of a rank's data, with its place; nothing where all of them idle, or
+        no kernel says. As forks of the rank they have its handler, and its file."""
+        with suppress(OSError):
+            for worker in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+                caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{worker}/status").read_text())
+                if caught is None or not int(caught[1], 16) >> STACK_SIGNAL - 1 & 1:
+                    continue  # the signal would end it
+                text = self._ask({rank: worker})[rank]
+                frames = takewhile(lambda frame: frame[2] != "_worker_loop", _frames(text))
+                busy = [f"at {file}:{line}" for file, line, _ in frames if _FETCH in file or is_users(file)]
+                if busy or not text:
+                    place = busy[0] if busy else _state(worker) or "which does not react"
+                    return f"its loader worker (process {worker}), {place}"
+        return ""
+
+
+def _frames(text: str) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame that faulthandler wrote, the innermost first."""
+    return [(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(text)]
 
 
 def _is_in_collective(files: list[str]) -> bool:

@@ -16,15 +16,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
 
 from paceline.errors import PacelineError, PeerLost
 from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure, different_verbs, failure_of, is_users
+from paceline.launch.heartbeats import Heartbeat
 from paceline.launch.liveness import silence_s
 from paceline.waiting import waiting
 
@@ -35,6 +38,7 @@ _POLL_S = 0.02  # between looks for a word that a rank died, which makes what ot
 _STORE_S = 5.0  # and for the store, on top of it: one that lives in a stopped process never answers
 _AFTER_LOSS = "look at the last lines of its log; --resume goes on from the last checkpoint"
 COLLECTIVES = f"torch{os.sep}distributed{os.sep}"  # where the files of torch's collectives are
+LOADER = str(Path("torch", "utils", "data", "dataloader.py"))  # where a rank waits for its loader workers
 FRAMES_OF_A_COLLECTIVE = 6  # how deep a collective is in them at most
 
 
@@ -47,7 +51,7 @@ class Watchdog:
 
     def __init__(self, context: RankContext, *, timeout_s: float, report: Callable[[Failure], None]) -> None:
         self.context, self.timeout_s, self.report = context, timeout_s, report
-        self.done = threading.Event()
+        self.done, self.awake_s = threading.Event(), 0.0  # what ranks were silent before does not count
         self.thread = threading.Thread(target=self._watch, name="paceline-watch", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -65,8 +69,9 @@ class Watchdog:
             elif self.context.lost:
                 self.done.wait(_ANSWER_S)  # the main thread may hear of it itself, and say more
                 failure = self._loss()
-            elif time.monotonic() - self.context.sign.time_s > self.timeout_s:
-                failure = self._ask_around()
+            elif time.monotonic() - max(self.context.sign.time_s, self.awake_s) > self.timeout_s and (
+                    hang := self._ask_around()) is not None:
+                failure = hang
             else:
                 continue
             if not self.done.is_set():
@@ -88,8 +93,9 @@ class Watchdog:
                          hint="is the host down, or its network? --resume goes on from the last checkpoint", rank=lost)
         return replace(failure_of(error, rank=lost, sign=context.sign), host=host)
 
-    def _ask_around(self) -> Failure:
-        """Say where this rank is, hear where the others are, and name the culprit."""
+    def _ask_around(self) -> Failure | None:
+        """Say where this rank is, hear where the others are, and name the culprit. None where nobody waits: rank 0
+        tells of that."""
         store, rank, world_size = self.context.store, self.context.rank, self.context.world_size
         assert store is not None
 
@@ -103,7 +109,13 @@ class Watchdog:
         if positions is None:  # rank 0 keeps the store; of the others nothing is known
             return hang_failure({rank: position}, world_size=world_size, rank=rank, timeout_s=self.timeout_s,
                                 silent=[0])
-        return hang_failure(positions, world_size=world_size, rank=rank, timeout_s=self.timeout_s)
+        failure = hang_failure(positions, world_size=world_size, rank=rank, timeout_s=self.timeout_s)
+        if len(positions) < world_size or is_awaited(positions.values()):
+            return failure
+        self.awake_s = time.monotonic()
+        if rank == 0:
+            tell_silence(failure)
+        return None
 
     def _position(self) -> dict[str, Any]:
         thread = threading.main_thread().ident or 0
@@ -113,7 +125,21 @@ class Watchdog:
         # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
         waits = sign.phase == "reduce" or thread in waiting or is_in_collective(frame)
         return {"step": sign.step, "phase": sign.phase, "waits": waits,
-                "where": _user_place(frame), "host": os.uname().nodename, "stack": "".join(stack[-6:])}
+                "where": _user_place(frame), "host": os.uname().nodename, "stack": "".join(stack[-6:]),
+                "waits_for": f"its loader workers (processes {_listed([each.pid or 0 for each in active_children()])})"
+                if any(LOADER in line for line in stack[-9:]) else ""}
+
+
+def is_awaited(positions: Iterable[dict[str, Any]]) -> bool:
+    """Whether a rank waits, for another one or for a process that reads its data."""
+    return any(position["waits"] or position["waits_for"] for position in positions)
+
+
+def tell_silence(failure: Failure) -> None:
+    """Ranks that nobody waits for go on, and may be slow."""
+    what, at = failure.message.partition("\n")[0], f", at {failure.where}" if failure.where else ""
+    print(f"warning: {what} in {Heartbeat(failure.step, failure.phase, 0.0)}{at}; nobody waits for it, so the run goes "
+          f"on\n{failure.trace}", file=sys.stderr, flush=True)
 
 
 def within(limit_s: float | None, ask: Callable[[], T]) -> T | None:
@@ -168,12 +194,14 @@ def hang_failure(positions: dict[int, dict[str, Any]], *, world_size: int, rank:
     elif stuck:
         culprit = stuck[0]
         message = (f"rank {_listed(stuck)} did not reach the collective that the others wait for in {timeout_s:g} s"
-                   if world_size > 1 else f"rank {culprit} did not go on for {timeout_s:g} s")
+                   if waiting else f"rank {_listed(stuck)} did not go on for {timeout_s:g} s")
         trace = f"Stack of rank {culprit}:\n{positions[culprit]['stack'].rstrip()}"
     else:
         steps = ", ".join(f"rank {r}: step {position['step']} ({position['phase']})"
                           for r, position in sorted(positions.items()))
         message = f"all ranks wait in collectives that don't match for {timeout_s:g} s: {steps}"
+    if worker := positions.get(culprit, {}).get("waits_for"):
+        message += f"; rank {culprit} waits for {worker}"
     if waiting and (silent or stuck):
         message += f"; rank {_listed(waiting)} waited for it"
     position = positions.get(culprit, {"step": 0, "phase": "start", "where": "", "host": ""})

@@ -7,6 +7,7 @@ sample's place in the epoch, so a sample looks the same on any number of ranks a
 from __future__ import annotations
 
 import copy
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -24,6 +25,7 @@ from paceline.job.batches import Collate, as_pair, collated
 from paceline.job.loaders import Loading
 from paceline.job.phases import value_at
 from paceline.launch.failure import traced_cause, user_frames
+from paceline.launch.fork import die_with
 from paceline.launch.inherited import close_connections, closed_connections
 from paceline.runtime.collate_draws import CollateDraws
 from paceline.runtime.order import Order, Window, digest, split
@@ -179,13 +181,17 @@ def _read_ahead(loaded: _Loaded, loading: Loading) -> DataLoader[MicroBatch | Pa
 
 @dataclass(frozen=True)
 class _WorkerInit:
-    """What a worker does first. init: the job's `worker_init_fn`, which finds the job's own data set as that of its
-    worker."""
+    """What a worker does first. It ends with its rank, however that happens: one that hangs would stay for ever, and
+    with it what it has of the rank, such as the lock of the run folder.
+
+    init: the job's `worker_init_fn`, which finds the job's own data set as that of its worker.
+    """
 
     init: Callable[[int], Any] | None
     data: Any
 
     def __call__(self, worker: int) -> None:
+        die_with(os.getppid())
         signal.signal(signal.SIGTERM, _leave_to_rank)
         close_connections()
         if self.init is not None:

@@ -23,6 +23,7 @@ from paceline.launch.failure import RankFailed
     "loggers.json", "origin.json", "journal.jsonl", "spikes")
 
 _LOCK_POLL_S = 0.2
+_locks: list[int] = []  # of folders that this process holds, or one that it is a fork of
 _BUILDING = ("start", "build", "input")  # phases of a rank before its first forward
 
 
@@ -91,6 +92,7 @@ def claimed(run_dir: Path) -> Iterator[Path]:
             os.write(lock, str(os.getpid()).encode())
         except OSError as error:
             raise _unwritable(run_dir, error) from error
+        _locks.append(lock)
         try:
             yield run_dir
         except BaseException as error:
@@ -100,9 +102,21 @@ def claimed(run_dir: Path) -> Iterator[Path]:
                 _remove_unfinished(run_dir)
             raise
     finally:
+        if lock in _locks:
+            _locks.remove(lock)
         if os.getpid() == own_pid:  # a run that is over is over, though forks of this process may end a little later
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
+
+
+def unclaim_in_forks() -> None:
+    """From now on, forks of this process hold no folder. A rank says so: processes that its job starts may outlive
+    it, as those of a pool do that hang."""
+    def close() -> None:
+        while _locks:
+            os.close(_locks.pop())
+
+    os.register_at_fork(after_in_child=close)
 
 
 def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:

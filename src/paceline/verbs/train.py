@@ -210,6 +210,7 @@ class TrainRequest:
         launcher_pid = os.getpid()
 
         def body(context: RankContext) -> Any:
+            folder.unclaim_in_forks()
             if settings.faults:
                 from paceline.launch.faults import FaultInjector
 
