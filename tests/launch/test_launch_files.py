@@ -62,9 +62,12 @@ def test_kubernetes():
 
 
 def test_skypilot():
-    task = document("sky", num_hosts=2, gpus="H100:8", volumes={"s3://runs": "/runs"})
-    assert (task["num_nodes"], task["resources"], task["file_mounts"]) == (
-        2, {"accelerators": "H100:8", "job_recovery": {"recover_on_exit_codes": [4, 5]}}, {"/runs": "s3://runs"})
+    """Buckets are mounted, not copied: what a run writes is there when its machine is gone."""
+    task = document("sky", num_hosts=2, gpus="H100:8", volumes={"s3://runs": "/runs", "more": "/m", "./data": "/data"})
+    assert (task["num_nodes"], task["resources"]) == (
+        2, {"accelerators": "H100:8", "job_recovery": {"recover_on_exit_codes": [4, 5]}})
+    assert task["file_mounts"] == {"/runs": {"source": "s3://runs", "mode": "MOUNT"},
+                                   "/m": {"name": "more", "mode": "MOUNT"}, "/data": "./data"}
     assert task["run"].endswith("--run '/runs/a b' --resume")
 
 
@@ -141,8 +144,8 @@ def test_options_may_be_joined_with_their_values():
     ("docker", {"volumes": {"./a:b": "/runs"}}, "neither a volume's name nor a folder"),
     ("docker", {"volumes": {"runs": "/"}}, "would hide all files"),
     ("sky", {"volumes": {"s3://a": "/runs", "s3://b": "/runs/"}}, "s3://b=/runs/ is mounted where s3://a is"),
-    ("k8s", {"gpus": "H100:8"}, "k8s has no place for the name in --gpus H100:8"),
-    ("docker", {"gpus": "H100:8"}, "docker has no place for the name")])
+    ("k8s", {"gpus": "H100:16"}, "k8s has no place for the name in --gpus H100:16"),
+    ("docker", {"gpus": "H100:16"}, "docker has no place for the name")])
 def test_what_a_kind_has_no_place_for_is_refused(kind: str, given: dict[str, Any], message: str):
     """Instead of being left out."""
     with pytest.raises(UsageError, match=message):
@@ -159,11 +162,14 @@ def test_without_pyyaml_the_file_is_json(monkeypatch: pytest.MonkeyPatch):
     ({"command": []}, "not train, evaluate or predict"),
     ({"command": ["train", "job.py"]}, "no --run"),
     ({"command": TRAIN, "num_hosts": 3}, "16 ranks can't be shared by 3 hosts"),
+    ({"command": TRAIN, "num_hosts": 2, "gpus": "H100:2"}, "are 8 a host, and --gpus H100:2 gives each 2"),
+    ({"command": [*TRAIN[:2], "--procs=4", "--run", "/r"], "gpus": "H100:2"}, "hint: --hosts 2, or a plan for 2 ranks"),
+    ({"command": TRAIN, "volumes": {"./runs": "/runs/"}}, "the run would be lost with it"),
     ({"command": TRAIN, "gpus": "many"}, "not N or NAME:N"),
     ({"command": TRAIN, "time_limit": "soon"}, "HH:MM:SS"),
     ({"command": TRAIN, "time_limit": "4:00"}, "HH:MM:SS"),
     ({"command": TRAIN, "time_limit": "0:02:00"}, "queued again without end"),
-    ({"command": TRAIN, "gpus": "8"}, "name of the 8 GPUs")])
+    ({"command": TRAIN, "gpus": "16"}, "name of the 16 GPUs")])
 def test_what_cannot_start_is_refused(given: dict[str, Any], message: str):
     with pytest.raises(UsageError, match=message):
         text("sky", LaunchRequest(**given))

@@ -59,6 +59,11 @@ class LaunchRequest:
         if (self._world_size or 0) % self.num_hosts:
             raise UsageError(f"the command's {self._world_size} ranks can't be shared by {self.num_hosts} hosts alike",
                              hint=f"--hosts with a number that divides {self._world_size}")
+        if self.num_gpus and self.num_ranks > self.num_gpus and "--devices" not in self._options:
+            raise UsageError(f"the command's {self._world_size} ranks are {self.num_ranks} a host, and --gpus "
+                             f"{self.gpus} gives each {self.num_gpus}",
+                             hint=f"--hosts {-(-(self._world_size or 0) // self.num_gpus)}, or a plan for "
+                                  f"{self.num_hosts * self.num_gpus} ranks")
 
     @property
     def num_gpus(self) -> int:
@@ -200,16 +205,27 @@ def skypilot(request: LaunchRequest) -> str:
     because it was asked to, or because a host is lost.
 
     Raises:
-        UsageError: GPUs without a name.
+        UsageError: GPUs without a name, or a run in a folder that would be lost.
     """
     if request.num_gpus and ":" not in request.gpus:
         raise UsageError(f"SkyPilot needs the name of the {request.num_gpus} GPUs of a host", hint="--gpus H100:8")
     resources = {**({"accelerators": request.gpus} if request.num_gpus else {}),
                  "job_recovery": {"recover_on_exit_codes": [PeerLost.exit_code, Preempted.exit_code]}}
-    mounts = {"file_mounts": {path: name for name, path in request.volumes.items()}} if request.volumes else {}
+    mounts: dict[str, Any] = {"file_mounts": {
+        path: _bucket(name, path, request) for name, path in request.volumes.items()}} if request.volumes else {}
     return _yaml({"name": request.name, "num_nodes": request.num_hosts,
                   "resources": resources, "workdir": ".", **mounts,
                   "setup": "pip install paceline", "run": shlex.join(request.resumed)})
+
+
+def _bucket(name: str, path: str, request: LaunchRequest) -> Any:
+    """What is mounted at a path. Of a folder of this machine, as of a bucket without a mode, machines get a copy."""
+    if name[0] not in "./~":
+        return {"source" if "://" in name else "name": name, "mode": "MOUNT"}
+    if f"{posixpath.normpath(request._options.get('--run', ''))}/".startswith(f"{posixpath.normpath(path)}/"):
+        raise UsageError(f"--volume {name}={path}: each machine gets a copy of {name}, and the run would be lost with "
+                         "it", hint=f"a bucket: s3://runs={path}")
+    return name
 
 
 def ray_job(request: LaunchRequest) -> str:
