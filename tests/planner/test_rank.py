@@ -11,11 +11,13 @@ import pytest
 
 from paceline.cluster import Device
 from paceline.errors import PlanError
+from paceline.planner.corrections import Calibration
 from paceline.planner.estimate import Estimate
 from paceline.planner.rank import Candidate, Change, best_of_each_kind, binding, flips, kind_of, reason, search, ties
 from paceline.planner.ranks import MemoryNeed
 from paceline.planner.space import DeviceCounts, Limits
 from paceline.plans import Plan
+from paceline.verbs.calibration import calibrate_best
 
 DEVICE = Device("cuda", 0, 100, name="H1")
 EIGHT = DeviceCounts(8, 8)
@@ -156,6 +158,25 @@ def test_what_would_flip_the_choice(change: Callable[[Plan], Estimate], kind: st
     ranked_plans = search(price, limits, EIGHT)
     flipped = flips(ranked_plans, [Change("another", change)], limits, EIGHT)
     assert [(name, candidate.kind) for name, candidate in flipped] == ([("another", kind)] if kind else [])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_plan_that_was_tried_and_rejected_is_not_advised(fails: bool):
+    """A change of the hardware leaves what prices are off by as it was found: plans with shards were slower, or
+    failed."""
+    limits = Limits(64, layers=8, tensor=4)
+
+    def tried(plan: Plan, expected_s: float) -> Calibration:
+        if plan.axes.shard > 1 and fails:
+            raise PlanError("no such luck")
+        return Calibration(expected_s * (30 if plan.axes.shard > 1 else 1), 100)
+
+    before = search(price, limits, EIGHT)
+    after = calibrate_best(before, tried, budget_s=10)
+    assert before.chosen and before.chosen.kind == "shard" and after.chosen and "shard" not in after.chosen.kind
+    flipped = flips(after, [Change("faster links", partial(price, message_s=0.29), has_same_memory=same)
+                            for same in (True, False)], limits, EIGHT)
+    assert not any("shard" in candidate.kind for _, candidate in flipped)
 
 
 def test_what_a_change_leaves_alone_is_not_priced_again():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from paceline.errors import PlanError
 from paceline.planner.estimate import Estimate, NotPriced
@@ -349,35 +351,48 @@ def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape
     """Changes of hardware under which another kind of exact plan is faster by more than a tie, and its best plan.
 
     Every way to split is looked at again, without all of its schedules; the best plans of each kind as they were found.
+    What plans that were tried are off by, they are off by after a change, too.
     """
     chosen = ranking.chosen
     if chosen is None:
         return []
+    factors = {candidate.plan: candidate.estimate.step_s / ranking.fitting[candidate.plan].estimate.step_s
+               for candidate in ranking.ranked if candidate.plan in ranking.fitting}
     best_plans = [candidate.plan for candidate in best_of_each_kind(ranking.ranked) if candidate.plan.relaxed is None]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
-        prices = _PriceTable(change.price, RankedPlans(), change.least, rent, wants_nearest=False)
+        prices = _PriceTable(partial(_as_found, change.price, factors), RankedPlans(), change.least, rent,
+                             wants_nearest=False)
         prices.over |= set(ranking.over) if change.has_same_memory else set()
+        known = {each.plan for each in (*ranking.ranked, *(() if change.has_same_memory else ranking.too_large))}
+        prices.over |= ranking.fitting.keys() - known  # they failed when they were tried, or needed more memory
         prices.fitting |= ranking.fitting if change.has_same_speed else {}
         ways: Iterable[Plan] = ranking.ways
         if not change.has_same_memory:
             every_way = (*splits(limits, shape), *served(limits, shape))
             ways = [candidate.plan for candidate in _first(prices, every_way, limits)]
         unchanged = prices(chosen.plan)
-        best = _fastest(prices, dict.fromkeys((*ways, *best_plans)), ranking, change, unchanged)
+        best = _fastest(prices, dict.fromkeys((*ways, *best_plans)), ranking, change, unchanged, factors)
         if best is not None and best.kind != chosen.kind and (
                 unchanged is None or best.step_cost < (1 - TIE) * unchanged.step_cost):
             flipped.append((change.name, best))
     return flipped
 
 
+def _as_found(price: Price, factors: Mapping[Plan, float], plan: Plan) -> Estimate:
+    """A price, off by what the plan's price was found to be off by; of a plan that had none, by the median."""
+    estimate, factor = price(plan), factors.get(plan) or statistics.median(factors.values() or [1.0])
+    return replace(estimate, step_s=factor * estimate.step_s, low_s=factor * estimate.low_s,
+                   high_s=factor * estimate.high_s)
+
+
 def _fastest(prices: _PriceTable, plans: Iterable[Plan], ranking: RankedPlans, change: Change,
-             unchanged: Candidate | None) -> Candidate | None:
+             unchanged: Candidate | None, factors: Mapping[Plan, float]) -> Candidate | None:
     """The best of some plans under a change. Those that can't be better than `unchanged` or another aren't priced."""
     def least_cost(plan: Plan) -> float:
         candidate = ranking.fitting.get(plan)
         return 0.0 if candidate is None or not change.has_same_memory else (
-            change.least_s(candidate.estimate) * prices.rent(plan))
+            change.least_s(candidate.estimate) * factors.get(plan, 0.0) * prices.rent(plan))
 
     best = unchanged
     for least, _, plan in sorted((least_cost(plan), str(plan), plan) for plan in plans):
