@@ -403,7 +403,8 @@ def test_plan_draws_a_scale(verb: Any, job_file: str, tmp_path: Path):
     (["--plot", "a.png"], "add --scale"), (["--checkpoint-rate", "1e9"], "add --mtbf-hours"),
     (["--repair-hours", "2"], "--repair-hours is about failures"),
     (["--scale", "1..4", "--price", "2"], "--price: --scale ranks by time alone"),
-    (["--scale", "1..4", "--plot", "a.pdf"], "can't draw to a.pdf")])
+    (["--scale", "1..4", "--plot", "a.pdf"], "can't draw to a.pdf"),
+    (["--html", __file__], "there is something else of that name")])
 def test_options_of_plan_that_need_another(verb: Any, job_file: str, words: list[str], message: str):
     """Nothing is planned."""
     plan, scale = verb("plan", Planned(FIGURES)), verb("scale", Planned(FIGURES))

@@ -244,6 +244,7 @@ def plan_(
         stated = {"repair_hours": repair_hours, "checkpoint_bytes_per_s": checkpoint_rate, "calibrate_s": calibrate}
         options: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
         options |= {"relaxed": relaxed, "price_per_hour": price, "mtbf_hours": mtbf_hours}
+        _prepare_page(html)
         if hf is not None:
             from paceline.verbs.fine_tuning import FineTuning
 
@@ -257,6 +258,13 @@ def plan_(
     _say(_json(answer.to_dict()) if as_json else answer.describe())
     if answer.chosen is None:
         raise typer.Exit(1)
+
+
+def _prepare_page(to: Path | None) -> None:
+    if to is not None:
+        from paceline.reports.page import prepare
+
+        prepare(to)
 
 
 def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, relaxed: bool, plot: Path | None,
@@ -338,6 +346,7 @@ def search(
     """Search hyperparameters and architectures; trials are distributed runs on slices of the devices."""
     with _reported():
         job = JobFile.parse(file)
+        _prepare_page(html)
         result = paceline.search(job, trials, objective=objectives, limits=limits or (),
                                  settings=_parse_settings(settings), vary=_parse_settings(vary, "--vary"), space=space,
                                  plan=plan, devices=devices, procs=procs, memory=memory, ray=ray, sampler=sampler,
@@ -454,6 +463,8 @@ def launch(
 
         request = files.LaunchRequest(command, hosts, gpus, time, image, _parse_settings(volume, "--volume"))
         text = files.text(kind, request)
+        if write is not None and write.suffix == ".py" and write.exists():
+            raise UsageError(f"{write} is Python code, which the file would replace", hint="--write job.sh")
         if write is not None:
             try:
                 write.write_text(text, encoding="utf-8", errors="surrogateescape")

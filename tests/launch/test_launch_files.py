@@ -182,6 +182,8 @@ def test_the_command_line_writes_it(tmp_path: Path):
     assert result.stdout == f"{file}\n" and "#SBATCH --nodes=2" in file.read_text()
     result = CliRunner().invoke(app, ["launch", "slurm", "--write", str(tmp_path / "no" / "job.sh"), "--", *TRAIN])
     assert result.exit_code == 2 and "can't write" in result.stderr
+    result = CliRunner().invoke(app, ["launch", "slurm", "--write", __file__, "--", *TRAIN])
+    assert result.exit_code == 2 and "is Python code" in result.stderr
 
 
 def test_a_file_has_all_letters_in_any_locale(tmp_path: Path):

@@ -36,6 +36,15 @@ def test_the_chosen_plan_comes_first_and_the_others_have_reasons(tmp_path: Path)
     assert inside is not None and json.loads(inside[1]) == ANSWER
 
 
+def test_charts_have_the_chosen_plan_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Relaxed plans, which could not be chosen, may all be faster."""
+    drawn: list[list[str]] = []
+    monkeypatch.setattr("paceline.reports.charts.stacked", lambda rows, x: drawn.append(list(rows)) or "<svg/>")
+    rows = [{"plan": f"data=2 local={steps}", **ROW, "relaxed": True} for steps in range(2, 20)]
+    text(tmp_path, {**ANSWER, "plans": [*rows, {"plan": "shard=2", **ROW}, *ANSWER["plans"]]})
+    assert all(plans[:4] == ["data=2", "single", "shard=2", "data=2 local=2"] for plans in drawn) and len(drawn) == 2
+
+
 def test_where_nothing_fits_the_least_change_is_the_next_thing(tmp_path: Path):
     page = text(tmp_path, {**ANSWER, "chosen": None, "remedies": [{"change": "bf16", "plan": "shard=4"}]})
     assert "nothing fits on local; &#39;data=2&#39; is nearest" in page and "bf16: &#39;shard=4&#39;" in page
@@ -43,5 +52,5 @@ def test_where_nothing_fits_the_least_change_is_the_next_thing(tmp_path: Path):
 
 def test_without_the_packages_the_way_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    with pytest.raises(UsageError, match=r"paceline\[report\]"):
+    with pytest.raises(UsageError, match=r"\[report\]"):
         text(tmp_path, ANSWER)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import paceline
 from paceline.errors import UsageError
+from paceline.plans import Plan
 from paceline.reports import charts
 from paceline.reports.diagnosis import CORES, DATA, MESSAGES, SAVES, diagnose, step_parts
 from paceline.reports.page import Alternatives, write
@@ -143,6 +146,35 @@ def test_a_faster_plan_is_the_next_thing_to_try(tmp_path: Path):
     assert "<b>gain</b> 1.25 times as fast, as predicted" in text
     none = write(written(tmp_path, name="other"), alternatives=Alternatives(list(plans.plans)[:1])).read_text()
     assert "of the plans priced for these devices, none is predicted to be 5 % faster" in none
+
+
+def test_other_exact_plans_are_listed_however_many_relaxed_ones_are_faster(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def candidate(text: str, step_s: float) -> Any:
+        estimate = SimpleNamespace(step_s=step_s, peak_memory_bytes=1 << 20)
+        return SimpleNamespace(plan=Plan.parse(text), estimate=estimate)
+
+    ranked = [*(candidate(f"data=2 local={steps}", 0.001 * steps) for steps in range(2, 20)),
+              candidate("shard=2", 0.02), candidate("data=2", 0.04)]
+    monkeypatch.setattr("paceline.verbs.report.plan",
+                        lambda *args, **options: SimpleNamespace(ranking=SimpleNamespace(ranked=ranked)))
+    run = written(tmp_path, job={"path": "job.py", "function": "job", "settings": {}},
+                  origin={"host": platform.node()})
+    text = paceline.report(run).read_text()
+    assert 'row">shard=2</th><td>0.50 of' in text and "local=" not in text
+
+
+@pytest.mark.parametrize("name", ["run/summary.json", "run", "job.py", "run/plan.json/page.html"])
+def test_a_page_replaces_pages_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    """It is refused before anything is priced."""
+    run, job = written(tmp_path), tmp_path / "job.py"
+    job.write_text("a job")
+    monkeypatch.setattr("paceline.verbs.report._alternatives", None)
+    for _ in range(2):
+        paceline.report(run, to=tmp_path / "new" / "page.html", price=False)
+    with pytest.raises(UsageError, match="can't write the page"):
+        paceline.report(run, to=tmp_path / name)
+    assert job.read_text() == "a job" and json.loads((run / "summary.json").read_text()) == SUMMARY
 
 
 def test_a_study_has_a_report(tmp_path: Path):

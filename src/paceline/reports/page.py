@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -74,8 +75,9 @@ def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | No
     Raises:
         UsageError: the folder is none of these, or a package that draws is missing.
     """
-    text = page(path, alternatives or Alternatives())
     target = to or path / REPORT
+    prepare(target)
+    text = page(path, alternatives or Alternatives())
     folder.writable(target.parent)
     from paceline.runtime.checkpoint.write import write_text
 
@@ -85,14 +87,15 @@ def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | No
 
 def page(path: Path, alternatives: Alternatives) -> str:
     """The file's text. Every value of the folder is escaped; pictures are drawn here or by the run."""
-    check_packages()
     return rendered(*_content(path, alternatives))
 
 
-def check_packages() -> None:
-    """
+def prepare(to: Path) -> None:
+    """Make sure that a page can be written, before anything takes time for it.
+
     Raises:
-        UsageError: a package is missing that pages are made with.
+        UsageError: a package is missing that pages are made with, the folder can't be written, or another kind of file
+            would be lost.
     """
     try:
         import jinja2  # noqa: F401
@@ -100,6 +103,11 @@ def check_packages() -> None:
     except ImportError as error:
         raise UsageError(f"a report needs a package that is not here: {error.name}",
                          hint=with_extra("report")) from error
+    if to.exists() and (to.is_dir() or to.suffix not in (".html", ".htm")):
+        raise UsageError(f"can't write the page {to}: there is something else of that name", hint="a name in .html")
+    above = next(parent for parent in to.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UsageError(f"can't write the page {to}: {above} can't be written")
 
 
 def rendered(title: str, subtitle: str, verdict: Mapping[str, str], sections: Sequence[Section],
@@ -179,7 +187,7 @@ def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
     if (record.path / CERTIFICATE).exists():
         yield _certificate(folder.read_document(record.path, CERTIFICATE))
     yield Section("Where it comes from", rows=[(name.replace("_", " "), _value(value)) for name, value in
-                                               {**record.origin, **record.job}.items()])
+                                               {**record.origin, **record.job}.items() if name != "files"])
 
 
 def _ranks(record: RunRecord) -> Iterator[Section]:

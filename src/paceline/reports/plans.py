@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.reports.diagnosis import PREDICTED_PARTS
-from paceline.reports.page import MIB, Chart, Section, check_packages, rendered
+from paceline.reports.page import MIB, Chart, Section, prepare, rendered
 from paceline.runtime import folder
 
 MOST_DRAWN = 12  # plans of a chart, which fit a phone's height
@@ -19,11 +19,11 @@ def write(answer: Mapping[str, Any], to: Path, *, command: str) -> Path:
     command: that trains under a plan, without the plan.
 
     Raises:
-        UsageError: a package that draws is missing, or the folder can't be written.
+        UsageError: see `prepare`.
     """
     from paceline.runtime.checkpoint.write import write_text
 
-    check_packages()
+    prepare(to)
     text = rendered(f"plans on {answer['cluster']}", f"{answer['tried']} plans were priced", _verdict(answer, command),
                     list(_sections(answer)), answer)
     folder.writable(to.parent)
@@ -45,7 +45,9 @@ def _verdict(answer: Mapping[str, Any], command: str) -> dict[str, str]:
 def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
     from paceline.reports import charts
 
-    drawn = answer["plans"][:MOST_DRAWN]
+    # The chosen plan and one device first, then those that could have been chosen.
+    drawn = sorted(answer["plans"], key=lambda row: (row["plan"] != answer["chosen"], row["plan"] != "single",
+                                                     row["relaxed"]))[:MOST_DRAWN]
     times = {row["plan"]: {PREDICTED_PARTS.get(name, name): 1e3 * seconds for name, seconds in row["breakdown"].items()}
              or {"step": 1e3 * row["step_s"]} for row in drawn}
     memory = {row["plan"]: {"memory of the fullest rank": row["memory_bytes"] / MIB} for row in drawn}

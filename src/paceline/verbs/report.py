@@ -11,7 +11,7 @@ from paceline.errors import PacelineError
 from paceline.jobfile import JobFile
 from paceline.reports.comparison import Comparison, Condition
 from paceline.reports.comparison import compare as compared
-from paceline.reports.page import Alternatives, write
+from paceline.reports.page import Alternatives, prepare, write
 from paceline.reports.record import RunRecord
 from paceline.runtime import folder
 from paceline.verbs.origin import note_edits
@@ -29,9 +29,11 @@ def report(run: str | Path, *, to: str | Path | None = None, price: bool = True)
         price: Whether other plans are priced on this machine, without trying them. This loads the run's job.
 
     Raises:
-        UsageError: the folder is none of these, or the package that draws is missing.
+        UsageError: the folder is none of these, the package that draws is missing, or the file can't be written.
     """
     path = Path(run)
+    if to is not None:
+        prepare(Path(to))
     return write(path, to=None if to is None else Path(to), alternatives=_alternatives(path) if price else None)
 
 
@@ -68,6 +70,7 @@ def _alternatives(path: Path) -> Alternatives | None:
                    if str(each.plan) == record.plan["plan"]), None)
     if step_s is None:
         return Alternatives(note="This run's own plan is not among those that were priced.")
+    exact = [each for each in answer.ranking.ranked if each.plan.relaxed is None]
     return Alternatives([(str(each.plan), each.estimate.step_s / step_s, each.estimate.peak_memory_bytes)
-                         for each in answer.ranking.ranked[:MOST_PLANS] if each.plan.relaxed is None],
+                         for each in exact[:MOST_PLANS]],
                         "Priced for all devices of this machine, without trying them.")
