@@ -214,7 +214,7 @@ def main() -> int:
     torch.set_num_threads(1)
     cells: list[Cell] = []
     shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="paceline-tables-", dir=shared if shared.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(prefix="tables-", dir=shared if shared.is_dir() else None) as folder:
         sweep = Sweep(Path(folder), given.seconds)
         for table in given.tables:
             rows = list(module_entries(given.most) if table == "modules" else optimizer_entries())

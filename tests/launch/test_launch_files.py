@@ -66,6 +66,8 @@ def test_skypilot():
     task = document("sky", num_hosts=2, gpus="H100:8", volumes={"s3://runs": "/runs", "more": "/m", "./data": "/data"})
     assert (task["num_nodes"], task["resources"]) == (
         2, {"accelerators": "H100:8", "job_recovery": {"recover_on_exit_codes": [4, 5]}})
+    checkout = task["file_mounts"].pop("~/paceline")
+    assert task["setup"] == "pip install ~/paceline" and (Path(checkout) / "pyproject.toml").is_file()
     assert task["file_mounts"] == {"/runs": {"source": "s3://runs", "mode": "MOUNT"},
                                    "/m": {"name": "more", "mode": "MOUNT"}, "/data": "./data"}
     assert task["run"].endswith("--run '/runs/a b' --resume")

@@ -24,6 +24,7 @@ PORT = 29500  # where containers meet: torchrun's own default
 _OPTIONAL = (("time_limit", "--time", ("slurm",)), ("image", "--image", ("k8s", "ray", "docker")),
              ("volumes", "--volume", ("k8s", "sky", "ray", "docker")))
 _NAMED_GPUS = ("slurm", "sky")
+_SKY_CHECKOUT = "~/paceline"  # where SkyPilot's machines find the checkout of this machine
 _VOLUME = re.compile(r"[a-zA-Z0-9][\w.-]*", re.ASCII)  # as Docker names volumes
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1123 label, as Kubernetes names volumes
 
@@ -205,17 +206,20 @@ def skypilot(request: LaunchRequest) -> str:
     because it was asked to, or because a host is lost.
 
     Raises:
-        UsageError: GPUs without a name, or a run in a folder that would be lost.
+        UsageError: GPUs without a name, a run in a folder that would be lost, or no checkout to install from.
     """
     if request.num_gpus and ":" not in request.gpus:
         raise UsageError(f"SkyPilot needs the name of the {request.num_gpus} GPUs of a host", hint="--gpus H100:8")
     resources = {**({"accelerators": request.gpus} if request.num_gpus else {}),
                  "job_recovery": {"recover_on_exit_codes": [PeerLost.exit_code, Preempted.exit_code]}}
-    mounts: dict[str, Any] = {"file_mounts": {
-        path: _bucket(name, path, request) for name, path in request.volumes.items()}} if request.volumes else {}
-    return _yaml({"name": request.name, "num_nodes": request.num_hosts,
-                  "resources": resources, "workdir": ".", **mounts,
-                  "setup": "pip install paceline", "run": shlex.join(request.resumed)})
+    checkout = Path(__file__).parents[3]
+    if not (checkout / "pyproject.toml").is_file():
+        raise UsageError("SkyPilot's machines install Paceline from a checkout, and this installation is from none",
+                         hint="pip install -e . in a checkout of Paceline, and the command again")
+    mounts = {path: _bucket(name, path, request) for name, path in request.volumes.items()}
+    return _yaml({"name": request.name, "num_nodes": request.num_hosts, "resources": resources, "workdir": ".",
+                  "file_mounts": {**mounts, _SKY_CHECKOUT: str(checkout)},
+                  "setup": f"pip install {_SKY_CHECKOUT}", "run": shlex.join(request.resumed)})
 
 
 def _bucket(name: str, path: str, request: LaunchRequest) -> Any:
