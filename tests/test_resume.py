@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.errors import PacelineError
 from paceline.strategies.server.ranks.roles import RankTask
 from paceline.strategies.server.ranks.worker import Worker
 
@@ -216,3 +217,21 @@ def test_a_run_that_has_no_step_left_is_resumed(plan: str, tmp_path: Path, monke
     again = paceline.train(job, plan, run=tmp_path, resume=True, restarts=0, check=False)
     assert again["final_loss"] == first["final_loss"] and again["steps"] == 3
     assert paceline.audit(tmp_path).passed
+
+
+@pytest.mark.parametrize("plan", ["single", "server=1 workers=2"])
+def test_a_run_that_is_complete_keeps_its_figures_when_it_is_resumed(
+        plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where the resume is refused. With more steps to take, it goes on."""
+    run, job = tmp_path / "run", make_job()
+    before = dict(paceline.train(job, plan, run=run, steps=2).to_dict())
+    kept = {path: path.read_bytes() for path in run.glob("*.*") if path.suffix in (".json", ".safetensors")}
+    assert run / "summary.json" in kept and run / "model.safetensors" in kept
+    again = paceline.train(job, "data=2", run=run, steps=2, resume=True)
+    assert again.to_dict() == before and before["step_s"] > 0
+    assert f"{run} was complete after 2 steps: nothing was left to train" in capfd.readouterr().err
+    with pytest.raises(PacelineError, match="its seed was 0"):
+        paceline.train(replace(job, seed=1), "single", run=run, steps=2, resume=True)
+    assert {path: path.read_bytes() for path in kept} == kept and not list(run.glob(".model*"))
+    assert paceline.train(job, "single", run=run, steps=3, resume=True)["steps"] == 3
+    assert json.loads((run / "summary.json").read_text())["plan"] == "single" and not list(run.glob(".model*"))

@@ -119,6 +119,38 @@ def unclaim_in_forks() -> None:
     os.register_at_fork(after_in_child=close)
 
 
+@contextmanager
+def kept_unless_trained(run_dir: Path) -> Iterator[None]:
+    """A run that was complete keeps its figures, its plan and its model where the block takes no step of it."""
+    try:
+        is_complete = bool(read_summary(run_dir))
+    except UsageError:  # a resumed run writes another one
+        is_complete = False
+    if not is_complete:
+        yield
+        return
+    documents = {path: path.read_bytes() for name in (PLAN, SUMMARY, PREDICTED, SPLIT, ORIGIN, JOB)
+                 if (path := run_dir / name).exists()}
+    model, aside, last = run_dir / MODEL, run_dir / f".{MODEL}.before", _last_step(run_dir)
+    if model.exists():
+        model.replace(aside)
+    try:
+        yield
+    finally:
+        if _last_step(run_dir) == last:
+            for path, content in documents.items():
+                path.write_bytes(content)
+            if aside.exists():
+                aside.replace(model)
+        aside.unlink(missing_ok=True)
+
+
+def _last_step(run_dir: Path) -> str:
+    """The line of the newest step."""
+    lines = (run_dir / METRICS).read_text().splitlines() if (run_dir / METRICS).exists() else []
+    return next((line for line in reversed(lines) if '"step_s"' in line), "")
+
+
 def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:
     """Wait until no live run holds the folder, as the last ranks of a host that is lost may do for a while.
 

@@ -170,8 +170,13 @@ class TrainRequest:
             options: See `Settings`.
         """
         with ExitStack() as claims:
-            return self._train(claims, run, timeout_s=timeout_s, restarts=restarts, check=check, follow=follow,
-                               **options)
+            result = self._train(claims, run, timeout_s=timeout_s, restarts=restarts, check=check, follow=follow,
+                                 **options)
+        if not options.get("resume") or result.to_dict().get("later_step_s") != 0:
+            return result
+        print(f"{result.run_dir} was complete after {result['steps']} steps: nothing was left to train",
+              file=sys.stderr, flush=True)
+        return Result(folder.read_summary(result.run_dir), result.run_dir, self.job)
 
     def _train(self, claims: ExitStack, run: str | Path | None, *, timeout_s: float, restarts: int | None, check: bool,
                follow: Follow | None, **options: Any) -> Result:
@@ -259,6 +264,8 @@ class TrainRequest:
         if lost_s:
             folder.wait_until_unclaimed(run_dir, timeout_s=lost_s)
         claims.enter_context(folder.claimed(run_dir))
+        if resume:
+            claims.enter_context(folder.kept_unless_trained(run_dir))
         _begin(run_dir, self.resolved, self.source)
         return str(run_dir)
 
