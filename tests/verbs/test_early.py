@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
-from paceline.errors import JobError, PacelineError, PlanRefused
+from paceline.errors import JobError, PacelineError, PlanError, PlanRefused
 from paceline.plans import Plan
 from paceline.verbs.early import refuse_early
 
@@ -87,3 +87,17 @@ def test_no_folder_is_made(tmp_path: Path):
     with pytest.raises(JobError, match="matches no parameter"):
         pl.train(job(freeze="0.wieght"), "data=2", run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.checked_runs
+@pytest.mark.parametrize("plan", ["pipeline=3", "place=auto parts=3", "pipeline=2 schedule=interleaved virtual=2"])
+def test_more_stages_than_pieces_are_refused_before_a_rank_starts(plan: str, tmp_path: Path):
+    with pytest.raises(PlanError, match="the model has 2 pieces"):
+        pl.train(job(), plan, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_larger_than_the_data_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    for batch, is_said in ((21, True), (20, False)):
+        pl.train(job(batch=batch, steps=1), "single", run=tmp_path / str(batch))
+        assert ("a batch of 21 is more than the 20 samples" in capfd.readouterr().err) == is_said

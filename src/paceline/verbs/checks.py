@@ -32,12 +32,15 @@ def first_update(job: Job, source: JobFile | None, resolved: Resolved, *, enviro
     Before it, some samples of what several ranks or loader workers read, on whatever device.
 
     Raises:
+        PlanError: the model has fewer pieces than the plan has stages.
         PlanRefused: it is not one device's, or the data set has a memory of its own.
         RankFailed: a rank failed, as it would have in the run.
     """
     from paceline.proof.first_update import FirstUpdate, check_first_update
     from paceline.proof.samples import refuse_memory
+    from paceline.verbs.early import refuse_few_pieces
 
+    refuse_few_pieces(job, resolved.plan)
     if resolved.plan.relaxed is None and (resolved.plan.world_size > 1 or loader_workers > 1):
         refuse_memory(job, f"The ranks of '{resolved.plan}'" if resolved.plan.world_size > 1 else "Loader workers")
     if resolved.plan.with_(deterministic="no") == Plan():

@@ -37,6 +37,41 @@ def refuse_early(job: Job, plan: Plan) -> bool:
     return True
 
 
+def refuse_few_pieces(job: Job, plan: Plan) -> None:
+    """Refuse a plan with more stages than the model has pieces, in a fork. A model with as many layers as the plan has
+    stages is left to the ranks, which cut it anyway.
+
+    Raises:
+        PlanError: with the pieces.
+    """
+    from paceline.launch.fork import in_a_fork
+
+    num_stages = max(plan.num_stage_ranks * plan.schedule.virtual, plan.axes.parts)
+    if num_stages > 1 and not job.models:
+        with suppress(RuntimeError):
+            in_a_fork(lambda: _cut(job, plan, num_stages))
+
+
+def _cut(job: Job, plan: Plan, num_stages: int) -> None:
+    from paceline.launch.logs import redirect
+    from paceline.profile import profile_job
+    from paceline.profile.trace import fake_model
+    from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
+    from paceline.strategies.stages.price import SplitJob
+
+    redirect(None)
+    try:
+        built = fake_model(job)
+        num_layers = sum(any(True for _ in module.parameters(recurse=False)) for module in built.model.modules())
+        if num_layers >= num_stages:
+            return
+        split = SplitJob(job, profile_job(job, built=built), built=built)
+    except Exception:  # of the job's own code, or of a model that can't be captured: ranks say which
+        return
+    assigned(split.model, split.example, plan, samples=EXAMPLE_SAMPLES, state_factor=0.0, devices=(),
+             precision=job.precision)
+
+
 def _look(job: Job, plan: Plan) -> None:
     from paceline.launch.logs import redirect
 

@@ -338,12 +338,20 @@ def _banner(job: Job, resolved: Resolved, why: str, run_dir: Path, *, by_name: b
     shown = str(per_replica[0]) if len(set(per_replica)) == 1 else ":".join(map(str, per_replica))
     length = f"{job.total_steps} steps" if job.total_steps is not None else "until the data ends"
     if job.epochs is not None:
-        length += f" ({job.epochs} epochs)"
+        length += f" ({job.epochs} epoch{'s' if job.epochs != 1 else ''})"
     samples = f"{job.num_samples} samples" if job.num_samples is not None else "a stream of samples"
     return (f"plan {plan} on {resolved.devices}{why and f', chosen: {why}'}\n"
             f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
             f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
-            f"{_plan_notes(plan)}{_sharing(resolved)}{'' if by_name else _unused(resolved)}run folder {run_dir}")
+            f"{_all_at_once(job)}{_plan_notes(plan)}{_sharing(resolved)}{'' if by_name else _unused(resolved)}"
+            f"run folder {run_dir}")
+
+
+def _all_at_once(job: Job) -> str:
+    """A line about a batch that is larger than the data; nothing where it is not."""
+    if job.num_samples is None or job.batch <= job.num_samples:
+        return ""
+    return f"note: a batch of {job.batch} is more than the {job.num_samples} samples: each step takes all of them\n"
 
 
 def _sharing(resolved: Resolved) -> str:
