@@ -11,17 +11,36 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line
 _URL_PASSWORD = re.compile(r"(\w://[^\s/:@]*:)[^\s/]+@")
 _NAMED_SECRET = re.compile(r"(?i)(\b[\w-]*(?:password|passwd|secret|token|api[_-]?key)[ =])[^\s'\"&,]+")
 
+_LONGEST = 10_000  # characters of an exception's text that are told; a rank's log has all of it
+
 
 def printable(text: str) -> str:
     """Return a text without what a terminal would obey or a stranger must not read.
 
-    Control characters stand as `\\x1b`, and passwords of URLs as `***`.
+    Control characters stand as `\\x1b`, what UTF-8 does not have as `\\udce9`, and passwords of URLs as `***`.
 
     >>> printable("postgresql://me:pass@word@host/db \\x1b[2J")
     'postgresql://me:***@host/db \\\\x1b[2J'
     """
     text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-    return _URL_PASSWORD.sub(r"\1***@", text)
+    return _URL_PASSWORD.sub(r"\1***@", text).encode(errors="backslashreplace").decode()
+
+
+def in_words(error: BaseException) -> str:
+    """An exception's type and text, and those of a group's exceptions, whatever its text holds: at most so much of it
+    that it can be read.
+
+    >>> in_words(ValueError("no features of caf\udce9.jpg"))
+    'ValueError: no features of caf\\udce9.jpg'
+    """
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"its text can't be made ({type(second).__name__})"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}... and {len(text) - _LONGEST} more characters"
+    parts = getattr(error, "exceptions", ()) if isinstance(error, BaseExceptionGroup) else ()
+    return "\n- ".join([printable(f"{type(error).__name__}: {text}"), *map(in_words, parts)])
 
 
 def without_secrets(command: str) -> str:

@@ -21,7 +21,7 @@ from paceline.callbacks.callback import (
 )
 from paceline.callbacks.handle import RunHandle
 from paceline.callbacks.images import Image, image_of, is_picture
-from paceline.errors import CallbackError, UsageError
+from paceline.errors import CallbackError, UsageError, in_words
 from paceline.launch.failure import traced
 from paceline.launch.messages import RanksGone
 from paceline.runtime.control import Requests
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Exchange = Callable[[dict[str, Any]], Any]
 
 _REMEMBERED_ANSWERS = 256
+_RAISED = (Exception, SystemExit, KeyboardInterrupt, GeneratorExit)  # by callbacks: each of them ends the run as failed
 
 
 class RunController:
@@ -54,7 +55,7 @@ class RunController:
         self.hooks = hooks | {"on_evaluation"} if "on_epoch" in hooks else hooks  # which is told of its evaluation
         self.run = RunHandle(job, plan, folder, job.total_steps, save_every)
         self.run._log = self._log
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._failure = ""
         self._initial: list[dict[str, Any]] | None = None
         self._offset = 0
@@ -227,15 +228,15 @@ class RunController:
             return getattr(callback, method)(*values)
         except RanksGone:
             raise
-        except Exception as error:
+        except _RAISED as error:
             self._fail(callback, method, error)
             return None
 
-    def _fail(self, callback: Callback, method: str, error: Exception) -> None:
+    def _fail(self, callback: Callback, method: str, error: BaseException) -> None:
         if self.error is None:
             self.error = error
             self._failure = (f"{traced(error)}the callback {type(callback).__name__} failed in {method} after step "
-                             f"{self.run.step}: {type(error).__name__}: {error}")
+                             f"{self.run.step}: {in_words(error)}")
         self.run._requests.failed = self._failure
 
     def _states(self) -> list[dict[str, Any]]:
@@ -321,9 +322,9 @@ class RunController:
             if "on_failure" in hooks_of(callback):
                 try:
                     callback.on_failure(self.run, error)
-                except Exception as second:
-                    print(f"warning: the callback {type(callback).__name__} failed in on_failure: "
-                          f"{type(second).__name__}: {second}", file=sys.stderr)
+                except _RAISED as second:
+                    print(f"warning: the callback {type(callback).__name__} failed in on_failure: {in_words(second)}",
+                          file=sys.stderr)
 
 
 @contextmanager

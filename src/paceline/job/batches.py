@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from paceline.errors import PacelineError, TrainingError
+from paceline.errors import PacelineError, TrainingError, in_words
 
 Collate = Callable[[list[Any]], Any]
 _PAIR_HINT = ("a data set's item is (input, target), or an input alone: a tensor, a mapping or a dataclass; several "
@@ -87,7 +87,7 @@ def _made(collate: Collate, items: list[Any], names: Sequence[Any]) -> Any:
         if not 0 < len(guilty) < len(names):
             guilty = list(names)
         shown = f"the samples {in_short(guilty)}" if len(guilty) > 1 else f"sample {guilty[0]}"
-        raise TrainingError(f"collate failed on {shown}: {type(error).__name__}: {error}") from error
+        raise TrainingError(f"collate failed on {shown}: {in_words(error)}") from error
     batch = type(batch)(map(_fields, batch)) if type(batch) in (tuple, list) and len(batch) < 3 else _fields(batch)
     if batch is None or (isinstance(batch, tuple | list) and len(batch) not in (1, 2)):
         kind = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")

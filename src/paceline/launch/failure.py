@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted, TrainingError
+from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted, TrainingError, in_words, printable
 from paceline.launch.heartbeats import Heartbeat
 
 # What torch's communication says, in a RuntimeError, on a rank whose peer went away.
@@ -131,7 +131,7 @@ def with_log(message: str, log: Path | None) -> str:
 def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     """The report of an exception. Paceline's own errors need no traceback: their message says it all."""
     notes = getattr(error, "__notes__", [])
-    text = "\n".join([f"{type(error).__name__}: {error}", *notes])
+    text = "\n".join([in_words(error), *notes])
     lowered = text.lower()
     exit_code, heard, message, trace = 1, bool(getattr(error, "heard", False)), text, ""
     where, frames = user_frames(error)
@@ -140,7 +140,7 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
         trace = traced_cause(error) or getattr(error, "trace", "")
     elif is_about_memory(error):
         exit_code = OutOfMemory.exit_code
-        message = (f"out of memory: {error}\n\n"
+        message = (f"out of memory: {text.partition(': ')[2]}\n\n"
                    "hint: accumulate=K or recompute=full need less memory, and shard=N splits the state")
     elif isinstance(error, RuntimeError) and any(words in lowered for words in _PEER_WORDS):
         exit_code, heard = PeerLost.exit_code, True
@@ -151,13 +151,14 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     lost_device = isinstance(error, RuntimeError) and any(words in lowered for words in _DEVICE_WORDS)
     if lost_device:
         heard, message, trace = False, f"its GPU failed: {text.partition(chr(10))[0]}\n\nhint: {_DEVICE_HINT}", ""
-    kind = type(error).__name__
-    if isinstance(error, RuntimeError) and _LOADER_WORDS.match(str(error)):
+    kind = next((kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__),
+                type(error).__name__)
+    if isinstance(error, RuntimeError) and _LOADER_WORDS.match(text.partition(": ")[2]):
         kind, exit_code, heard, where, trace = PeerLost.__name__, PeerLost.exit_code, False, "", ""
-        message = f"a process that reads its data was killed: {str(error).strip()}\n\nhint: {_LOADER_HINT}"
+        message = f"a process that reads its data was killed: {text.partition(': ')[2].strip()}\n\nhint: {_LOADER_HINT}"
     culprit = getattr(error, "rank", None) if isinstance(error, PeerLost) else None
-    return Failure(rank if culprit is None else culprit, socket.gethostname(), kind, message, exit_code,
-                   heard, sign.step, sign.phase, where, trace, time.time(), lost_device)
+    return Failure(rank if culprit is None else culprit, socket.gethostname(), kind, printable(message), exit_code,
+                   heard, sign.step, sign.phase, printable(where), printable(trace), time.time(), lost_device)
 
 
 def traced_cause(error: PacelineError) -> str:
@@ -169,7 +170,7 @@ def traced_cause(error: PacelineError) -> str:
 
 def is_about_memory(error: BaseException) -> bool:
     """Whether something could not be allocated, by the host or by any kind of device."""
-    text = f"{type(error).__name__}: {error}".lower()
+    text = in_words(error).lower()
     named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)  # torch's own, without its import
     return isinstance(error, MemoryError) or named or any(words in text for words in _MEMORY_WORDS)
 

@@ -7,8 +7,8 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -46,30 +46,40 @@ def without_notes() -> Iterator[None]:
 
 
 class Tee(io.TextIOBase):
-    """Writes to a terminal and, if there is one, to a file.
+    """Writes to a terminal and to a file, where there are any. One that can't be written ends no run: its disk is full
+    or the terminal is closed, and what is written later may be heard again.
 
     terminal: may be exchanged while something is drawn on it, such as a live line; the file sees none of that.
     """
 
-    def __init__(self, terminal: TextIO, file: TextIO | None) -> None:
+    def __init__(self, terminal: TextIO | None, file: TextIO | None) -> None:
         self.terminal: Any = terminal
         self.file = file
+        self._has_told = False
 
     def write(self, text: str) -> int:
-        if self.file is not None:
-            self.file.write(text)
-        return int(self.terminal.write(text))
+        self._each(lambda stream: stream.write(text))
+        return len(text)
 
     def flush(self) -> None:
-        if self.file is not None:
-            self.file.flush()
-        self.terminal.flush()
+        self._each(lambda stream: stream.flush())
+
+    def _each(self, act: Callable[[Any], Any]) -> None:
+        for stream in (self.file, self.terminal):
+            try:
+                if stream is not None:
+                    act(stream)
+            except OSError as error:
+                if stream is self.file and not self._has_told:
+                    self._has_told = True
+                    logger.warning("can't write %s: %s; the run goes on without what it would hold", self.file.name,
+                                   error.strerror)
 
     def isatty(self) -> bool:
-        return bool(self.terminal.isatty())
+        return self.terminal is not None and bool(self.terminal.isatty())
 
     def fileno(self) -> int:
-        return int(self.terminal.fileno())
+        return int((self.terminal or self.file).fileno())
 
 
 class _Once(logging.Handler):
@@ -93,8 +103,9 @@ class _Once(logging.Handler):
                 first = True
         stream = self.terminal if first else self.log
         if stream is not None:
-            stream.write(f"[rank {self.rank}] {record.levelname.lower()}: {text}\n")
-            stream.flush()
+            with suppress(OSError):  # a full disk, a closed terminal
+                stream.write(f"[rank {self.rank}] {record.levelname.lower()}: {text}\n")
+                stream.flush()
 
 
 def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
@@ -102,21 +113,21 @@ def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
 
     Without a run folder only rank 0 is heard. Nothing goes to stdout, which is for the result.
     """
-    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     path = run_dir / "logs" / f"rank-{rank}.log" if run_dir is not None else None
     file = None
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a", buffering=1)  # noqa: SIM115  # as long as the process lives
+        file = open(path, "a", buffering=1, errors="backslashreplace")  # noqa: SIM115  # as long as the process lives
     if rank == 0:
         sys.stdout = sys.stderr = Tee(terminal, file)
         return terminal, path
-    file = file or open(os.devnull, "w")  # noqa: SIM115
+    file = file or open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
-    sys.stdout = sys.stderr = file
+    sys.stdout = sys.stderr = Tee(None, file)
     return terminal, path
 
 
@@ -124,7 +135,7 @@ def redirect(path: Path | None) -> TextIO:
     """Send all that this process prints to a file from now on; without one, nowhere."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path or os.devnull, "a", buffering=1)  # noqa: SIM115  # until the next one takes its place
+    file = open(path or os.devnull, "a", buffering=1, errors="backslashreplace")  # noqa: SIM115  # until the next one takes its place
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
@@ -143,7 +154,7 @@ def set_up_logging(terminal: TextIO, *, rank: int, store: Store | None) -> None:
     plain.setLevel(logging.INFO)
     plain.setFormatter(logging.Formatter("%(message)s"))
     root.addHandler(plain)
-    if isinstance(sys.stderr, Tee):
+    if isinstance(sys.stderr, Tee) and sys.stderr.terminal is not None:
         plain.addFilter(lambda record: record.levelno < logging.WARNING)
         root.addHandler(_Once(sys.stderr, rank, store, log=sys.stderr.file))
     else:

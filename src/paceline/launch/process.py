@@ -125,6 +125,6 @@ def _write_trace(error: BaseException, log: Path | None) -> None:
         return
     import traceback
 
-    with contextlib.suppress(OSError), open(log, "a") as file:
+    with contextlib.suppress(OSError), open(log, "a", errors="backslashreplace") as file:
         file.write(time.strftime("%Y-%m-%d %H:%M:%S\n"))
         traceback.print_exception(error, file=file)

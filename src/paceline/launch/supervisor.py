@@ -66,6 +66,8 @@ class Supervisor:
         self._server.join()
         for process in self._processes.values():
             process.connection.close()
+        if os.isatty(2):
+            os.write(2, b"\x1b[?25h")  # the cursor, which a rank hides while it draws, and may be killed
 
     def start(self, slot: int) -> None:
         """Start a process in a slot, after the one that is there is ended.

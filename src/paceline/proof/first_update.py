@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import free_memory_bytes
-from paceline.errors import OutOfMemory, PlanRefused
+from paceline.errors import OutOfMemory, PlanRefused, in_words
 from paceline.job import Job
 from paceline.launch.temporary import temporary_folder
 from paceline.planner.resolve import Resolved
@@ -229,7 +229,7 @@ def _tell(document: Path, compute: Callable[[], dict[str, Any]]) -> None:
     try:
         figures = compute()
     except Exception as error:
-        figures = {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__}
+        figures = {"error": in_words(error), "kind": type(error).__name__}
     part = document.with_suffix(".part")
     part.write_text(json.dumps(figures))
     part.replace(document)

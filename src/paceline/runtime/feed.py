@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from paceline.errors import JobError, PacelineError, TrainingError
+from paceline.errors import JobError, PacelineError, TrainingError, in_words
 from paceline.job import Job
 from paceline.job.arrays import Arrays
 from paceline.job.batches import Collate, as_pair, collated
@@ -219,8 +219,12 @@ class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
         try:
             return self.cuts[index]
         except PacelineError as error:
-            error.where, error.trace = user_frames(error)[0], traced_cause(error)  # type: ignore[attr-defined]
-            return error
+            failure = error
+        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # which would end the worker without a word
+            failure = TrainingError(f"the job's code ended a loader worker: {in_words(error)}")
+            failure.__cause__ = error
+        failure.where, failure.trace = user_frames(failure)[0], traced_cause(failure)  # type: ignore[attr-defined]
+        return failure
 
 
 def _raised(loaded: MicroBatch | PacelineError) -> MicroBatch:
@@ -349,5 +353,5 @@ def _sample(data: Any, index: int, position: int, seed: int) -> Any:
     try:
         return data[index]
     except Exception as error:
-        raise TrainingError(f"sample {index} of the data can't be read: {type(error).__name__}: {error}",
+        raise TrainingError(f"sample {index} of the data can't be read: {in_words(error)}",
                             hint=closed_connections() or None) from error

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import JobError, PacelineError, PlanRefused, TrainingError, nearest
+from paceline.errors import JobError, PacelineError, PlanRefused, TrainingError, in_words, nearest
 from paceline.job import Job
 from paceline.job.named_models import NamedModels
 from paceline.plans import Plan
@@ -83,7 +83,7 @@ def _take(job: Job, recorder: _Recorder) -> None:
         raise
     except Exception as error:
         raise TrainingError(f"the job's step was tried on {len(recorder.batch)} samples, to see what it runs, and "
-                            f"failed: {type(error).__name__}: {error}") from error
+                            f"failed: {in_words(error)}") from error
 
 
 def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Iterable[str]) -> None:

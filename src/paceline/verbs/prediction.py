@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.accelerators import has_gpus
-from paceline.errors import PacelineError, PlanError
+from paceline.errors import PacelineError, PlanError, in_words
 from paceline.job import Job
 from paceline.launch.fork import apart_from_cuda, in_a_fork
 from paceline.planner.resolve import Resolved
@@ -101,7 +101,7 @@ def _checked(priced: Priced) -> Priced:
 
 
 def _without_price(priced: Priced, error: Exception) -> Priced:
-    problem = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+    problem = str(error) if isinstance(error, PacelineError) else in_words(error)
     print(f"warning: no prediction: {problem}", file=sys.stderr)
     return replace(priced, profile=None, problem=problem)
 
