@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -46,13 +47,12 @@ def refuse_few_pieces(job: Job, plan: Plan) -> None:
     """
     from paceline.launch.fork import in_a_fork
 
-    num_stages = max(plan.num_stage_ranks * plan.schedule.virtual, plan.axes.parts)
-    if num_stages > 1 and not job.models:
+    if plan.splits_model and not job.models:
         with suppress(RuntimeError):
-            in_a_fork(lambda: _cut(job, plan, num_stages))
+            in_a_fork(lambda: _cut(job, plan))
 
 
-def _cut(job: Job, plan: Plan, num_stages: int) -> None:
+def _cut(job: Job, plan: Plan) -> None:
     from paceline.launch.logs import redirect
     from paceline.profile import profile_job
     from paceline.profile.trace import fake_model
@@ -63,7 +63,7 @@ def _cut(job: Job, plan: Plan, num_stages: int) -> None:
     try:
         built = fake_model(job)
         num_layers = sum(any(True for _ in module.parameters(recurse=False)) for module in built.model.modules())
-        if num_layers >= num_stages:
+        if num_layers >= math.prod(plan.model_cut) * plan.schedule.virtual:  # as many as stages, or more
             return
         split = SplitJob(job, profile_job(job, built=built), built=built)
     except Exception:  # of the job's own code, or of a model that can't be captured: ranks say which
