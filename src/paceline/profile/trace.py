@@ -26,6 +26,7 @@ from paceline.errors import JobError, PacelineError
 from paceline.job import AUTOCAST, Job
 from paceline.job.batches import collated, mapped
 from paceline.job.foreign_fields import model_hint
+from paceline.job.modes import for_training
 from paceline.launch.fork import cuda_left_alone, in_a_fork, start_autograd_without_gpus
 from paceline.profile.attention import SparedBySelective
 from paceline.profile.blocks import CalledAgain, NotStoodFor, Repeats, unit_of
@@ -416,7 +417,7 @@ def _trace_update(job: Job, named: list[tuple[str, nn.Parameter]], recorder: Wor
     """
     recorder.move_to(StepPosition(-1, "update"))  # the first, which is not counted
     try:
-        optimizer = job.optimizer(named)
+        optimizer = for_training(job.optimizer, named)
         let_fuse(optimizer)
         with _gradients_of_more(named, repeats, [units[0] for units in repeats.kinds.values()]):
             optimizer.step()
@@ -473,7 +474,7 @@ def state_factor(job: Job, model: nn.Module) -> float:
         for _, p in named:
             p.grad = torch.empty_like(p)
         try:
-            optimizer = job.optimizer(named)
+            optimizer = for_training(job.optimizer, named)
             optimizer.step()
         except Exception:
             return ASSUMED_STATE_FACTOR

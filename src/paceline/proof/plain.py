@@ -26,6 +26,7 @@ from paceline.capture.float8 import in_float8
 from paceline.capture.written import lazy_copy
 from paceline.job import AUTOCAST, Job
 from paceline.job.batches import collated
+from paceline.job.modes import for_training, set_mode
 from paceline.proof.device import cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
@@ -112,7 +113,7 @@ class PlainRun:
 
     def make_optimizer(self) -> None:
         """A new optimizer, and its schedule, for the weights as they are."""
-        self.optimizer = self.job.optimizer(self.named)
+        self.optimizer = for_training(self.job.optimizer, self.named)
         if self.variation.nudge:
             _round_betas(self.optimizer)
         self.needs_closure = needs_closure(self.optimizer, self.job.optimizer, dict(self.named))
@@ -242,6 +243,12 @@ class PlainRun:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """The loss (as "loss") and every metric over all samples of the data, in batches of the job's size."""
+        set_mode(self.optimizer, is_training=False)
+        figures = self._evaluation(data)
+        set_mode(self.optimizer, is_training=True)
+        return figures
+
+    def _evaluation(self, data: Any) -> dict[str, float]:
         job = self.job
         if job.models:
             return self._own_evaluation(data)

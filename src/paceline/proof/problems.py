@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.capture.written import lazy_copy
 from paceline.errors import TrainingError
 from paceline.job import Job
+from paceline.job.modes import for_training
 from paceline.proof.order import whole_batches
 from paceline.proof.plain import (
     PlainRun,
@@ -220,7 +221,7 @@ def _coupling(job: Job, *, steps: int) -> Problem | None:
     """Whether cutting a batch changes its gradients by more than rounding can explain: samples see each other."""
     model = build_plain(job)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = job.optimizer(named)
+    optimizer = for_training(job.optimizer, named)
     evaluates = needs_closure(optimizer, job.optimizer, dict(named))
     for step, batch in enumerate(whole_batches(job, steps)):
         try:

@@ -458,6 +458,7 @@ def _obey(run: _Run, order: dict[str, Any]) -> dict[str, Any]:
     if run.saved_step == run.step:
         _end_save(run)
         return {"path": str(run.settings.run_dir / CHECKPOINTS / f"step-{run.step}"), "is_temporary": False}
+    _set_mode(run, trains=False)
     run.stepper.step_sync.drain()
     run.num_exports += 1
     folder = run.settings.run_dir / f".weights-{run.context.attempt}-{run.num_exports}"
@@ -536,6 +537,7 @@ def _steps(run: _Run) -> bool:
                 observer.initial(stepper)
             observer.samples(run.step, fed.batches)
         scale = stepper.scaling.scale if stepper.scaling is not None else None
+        _set_mode(run, trains=True)
         with _with_evidence(run, fed), _rechecked(run) as compare:
             result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=run.beat,
                                   on_launched=on_launched,
@@ -585,6 +587,14 @@ def _update_and_note(run: _Run, update: Callable[..., None], optimizer: str,
     assert run.at_rest is not None
     update(optimizer, parameters)
     run.at_rest.note(run.step + 1)
+
+
+def _set_mode(run: _Run, *, trains: bool) -> None:
+    """Let the weights be in place that are trained, or those that are evaluated, saved and given to users. Collective.
+    """
+    if run.stepper.has_modes and run.stepper.trains is not trains:
+        run.beat("optimizer")
+        run.stepper.set_mode(trains=trains)
 
 
 def _leave_rest(run: _Run, at_rest: StateAtRest | None) -> None:
@@ -956,6 +966,7 @@ def _save(run: _Run, *, last: bool = False) -> None:
     _end_save(run)  # the save before is not lost if replicas differ now
     if run.saved_step == run.step:
         return
+    _set_mode(run, trains=False)
     _compare(run)  # what is saved is what all replicas hold
     run.stepper.step_sync.drain()
     document = _document(run)
@@ -1020,6 +1031,7 @@ def _evaluate(run: _Run) -> None:
     run.evaluated_step = run.step
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
     _check_at_rest(run, run.buffers_at_rest)
+    _set_mode(run, trains=False)
     _before_update(run)  # replicas may have shared weights put in place of their own
     stepper.step_sync.drain()
     sample_share = evaluated_part(run.job.validation, batch=run.job.batch, part=part)

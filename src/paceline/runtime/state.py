@@ -12,6 +12,7 @@ import torch
 
 from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
+from paceline.job.modes import set_mode
 from paceline.job.phases import ChangingBatch
 from paceline.launch.context import RankContext
 from paceline.launch.logs import logger
@@ -59,7 +60,10 @@ class StateOwner(Protocol):
 
     model: with every parameter's shape, though what is trained may be held elsewhere.
     replica: which part of every window this rank computes; -1 for none.
+    trains: whether the weights are those that the optimizer trains, where it has others for evaluations.
     """
+
+    trains: bool
 
     @property
     def replica(self) -> int: ...
@@ -87,6 +91,8 @@ class StateOwner(Protocol):
     def schedule(self) -> Any: ...
     @property
     def made(self) -> dict[str, Any]: ...
+    @property
+    def has_modes(self) -> bool: ...
     @property
     def scaling(self) -> LossScale | None: ...
     @property
@@ -284,6 +290,7 @@ def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[s
         "samples": samples,
         "groups": [options(group) for group in stepper.optimizer.param_groups],
         "schedule": plain(schedule, "the learning-rate schedule"),
+        **({"trains": stepper.trains} if stepper.has_modes else {}),
         **({"loss_scale": stepper.scaling.to_dict()} if stepper.scaling is not None else {}),
     }
 
@@ -412,6 +419,9 @@ def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
     Raises:
         CheckpointError: the optimizer's state doesn't fit this job's.
     """
+    if stepper.has_modes:  # before: what it moves of the weights is overwritten
+        stepper.trains = checkpoint.document["trains"]
+        set_mode(stepper.optimizer, is_training=stepper.trains)
     load_weights(stepper.model, stepper.local_parameters, checkpoint, stepper.layout.extents)
     notes = _restore_optimizer(stepper, checkpoint)
     if stepper.scaling is not None and "loss_scale" in checkpoint.document:  # else the run was in another precision

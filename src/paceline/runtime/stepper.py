@@ -19,6 +19,7 @@ from paceline.capture.probe import (
 from paceline.cluster import Device
 from paceline.errors import JobError, PlanRefused, TrainingError
 from paceline.job import Job
+from paceline.job.modes import has_modes, set_mode
 from paceline.job.pretrained import Weights
 from paceline.launch.logs import logger
 from paceline.plans import Plan
@@ -33,7 +34,7 @@ from paceline.runtime.initial import load_initial
 from paceline.runtime.loss import Tally
 from paceline.runtime.made import as_made
 from paceline.runtime.named_parts import ModelPart, load_models, prepare_models
-from paceline.runtime.optimizers.build import build_optimizer, refuse_closure
+from paceline.runtime.optimizers.build import build_optimizer, refuse_kinds
 from paceline.runtime.optimizers.closure import Closure, step_gathered
 from paceline.runtime.optimizers.schedule import build_schedule, step_schedule
 from paceline.runtime.order import Window
@@ -113,6 +114,9 @@ class Stepper:
     trace: notes what is done when, if it is set. after_backward: called when a window's gradients are there, if it is.
     spikes: judges each step before its update, if it is set; see `watch`.
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
+    has_modes: whether the optimizer has other weights for evaluations. trains: whether those that it trains are in
+        place.
+    made: what the job's functions made; see `as_made`.
     optimizer_state: what is to be kept of the optimizer. gathered: what it updates whole though ranks hold parts.
     own_parts: what it updates of tensors that ranks hold in parts. needs_closure: whether it evaluates the loss itself.
     sparsely_trained: parameters of this rank that get sparse gradients.
@@ -155,11 +159,12 @@ class Stepper:
         sparse = sparsely_trained(self.model)
         self.sparsely_trained = [p for name, p in self.parameters.items() if name in sparse]
         built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh, sparse=sparse)
-        refuse_closure(built, plan)
+        refuse_kinds(built, plan)
         self.optimizer: Any
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
         self.gathered, self.own_parts = built.gathered, built.own_parts
         self.needs_closure = built.behaviour.needs_closure
+        self.has_modes, self.trains = has_modes(self.optimizer), True
         self.scaling = LossScale() if job.precision == "fp16" else None
         if self.scaling is not None and self.needs_closure:
             raise JobError(f"{type(self.optimizer).__name__} evaluates the loss itself, and a step of loss scaling has "
@@ -538,6 +543,21 @@ class Stepper:
         self.own_parts.after_update()
         if self.gathered is not None:
             self.gathered.after_update()
+
+    def set_mode(self, *, trains: bool) -> None:
+        """Let an optimizer that has other weights for evaluations put those in place, or those that are trained.
+        Collective where ranks hold parts of what it sees whole."""
+        self.before_update()
+        self.own_parts.before_update()
+        if self.gathered is not None:
+            self.gathered.before_update()
+        set_mode(self.optimizer, is_training=trains)
+        self.own_parts.after_update()
+        if self.gathered is not None:
+            self.gathered.after_update()
+        self.trains = trains
+        if self.merges_edits:
+            self.edits.updated()
 
     def step_optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Clip the gradients of an optimizer of several, step it and its schedule. Collective as `update` is.

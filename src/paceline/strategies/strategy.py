@@ -107,8 +107,9 @@ class Strategy:
             model that this rank uses and never holds.
         runs_forward_again: whether a plan runs parts of the model's own code a second time in a step.
         copies_weights_lazily: whether forwards keep lazy copies of weights, which torch makes of its own memory alone.
-        no_edits, no_closure: why a forward can't edit parameters in place, and an optimizer can't evaluate the loss
-            itself; "" where they can. no_spikes: why ranks can't decide together about a step before its update.
+        no_edits, no_closure, no_modes: why a forward can't edit parameters in place, an optimizer can't evaluate the
+            loss itself, and can't have other weights for evaluations; "" where they can. no_spikes: why ranks can't
+            decide together about a step before its update.
         lines: what a user is told of the plan when a run begins.
     """
 
@@ -138,5 +139,6 @@ class Strategy:
     copies_weights_lazily: Callable[[Plan], bool] = lambda plan: False
     no_edits: str = ""
     no_closure: str = ""
+    no_modes: str = ""
     no_spikes: str = ""
     lines: Callable[[Plan], Iterable[str]] = no_lines

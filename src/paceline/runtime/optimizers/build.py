@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from paceline.errors import JobError, PlanRefused
 from paceline.job import Job
+from paceline.job.modes import for_training, has_modes
 from paceline.launch.logs import logger
 from paceline.plans import Plan
 from paceline.profile.updates import let_fuse
@@ -97,18 +98,20 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach],
                  "SGD, Muon)")
 
 
-def refuse_closure(built: Built, plan: Plan) -> None:
-    """Refuse an optimizer that evaluates the loss several times a step under plans whose ranks can't do that together.
+def refuse_kinds(built: Built, plan: Plan) -> None:
+    """Refuse an optimizer that evaluates the loss several times a step, or has other weights for evaluations, under
+    plans whose ranks can't do that together.
 
     Raises:
         PlanRefused: parameters lie on servers, or replicas take steps of their own.
     """
-    if not built.behaviour.needs_closure:
-        return
-    why = next((strategy.no_closure for strategy in active(plan) if strategy.no_closure), "")
-    if why:
-        raise PlanRefused(f"{type(built.optimizer).__name__} needs a closure that evaluates the loss several times a "
-                          f"step, and {why}", hint="use a data=N, shard=N or tensor=N plan")
+    for is_of_kind, needs, field in (
+            (built.behaviour.needs_closure, "needs a closure that evaluates the loss several times a step",
+             "no_closure"),
+            (has_modes(built.optimizer), "has train() and eval(), that is, other weights for evaluations", "no_modes")):
+        if is_of_kind and (why := next(filter(None, (getattr(strategy, field) for strategy in active(plan))), "")):
+            raise PlanRefused(f"{type(built.optimizer).__name__} {needs}, and {why}",
+                              hint="use a data=N, shard=N or tensor=N plan")
 
 
 def _behaviour(job: Job, trainable: Mapping[str, torch.nn.Parameter], sparse: frozenset[str]) -> Behaviour:
@@ -184,7 +187,7 @@ def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
            parameters: Mapping[str, torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, list[list[str]]]:
     """The optimizer for these parameters of all, and the names in its groups of all."""
     every = {name: parameters[name] if name in parameters else _stand_in(p) for name, p in trainable.items()}
-    optimizer = job.optimizer(list(every.items()))
+    optimizer = for_training(job.optimizer, list(every.items()))
     _check(optimizer)
     name_of = {id(p): name for name, p in every.items()}
     used = [p for group in optimizer.param_groups for p in group["params"]]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from paceline.capture.randomness import drawing
 from paceline.errors import JobError
 from paceline.job.foreign_fields import optimizer_hint
+from paceline.job.modes import for_training
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.runtime.optimizers.closure import requires_closure
 from paceline.runtime.optimizers.kept import OptimizerState, load_snapshot, snapshot
@@ -219,7 +220,7 @@ class _Trial:
         for name, parameter in parameters.items():
             parameter.__dict__.update(getattr(self.like[name], "__dict__", {}))
         seed_streams("optimizer", "build")
-        optimizer = self.make_optimizer(list(parameters.items()))
+        optimizer = for_training(self.make_optimizer, list(parameters.items()))
         if not isinstance(optimizer, Optimizer):
             raise no_optimizer(optimizer)
         return optimizer, parameters

@@ -46,6 +46,7 @@ STRATEGY = Strategy(
     cost=CostModel(enter),
     run="paceline.strategies.local.run",
     takes_all_models=True,
+    no_modes="replicas that take steps of their own agree on the weights that are trained alone",
     no_closure="replicas that take steps of their own would each follow another loss",
     no_spikes="replicas take steps of their own, and learn each other's losses only when they meet",
 )

@@ -106,6 +106,7 @@ STRATEGY = Strategy(
     held_elsewhere=_held_elsewhere,
     observes=lambda plan: frozenset({"writes"}),
     no_edits="servers, which keep the parameters, would not learn of it",
+    no_modes="servers, which keep the parameters, hand out those that are trained",
     no_closure="servers, which keep the parameters, get one gradient a step from each worker",
     no_spikes="servers update with each part of a gradient when it comes, before the loss of the whole batch is known",
 )

@@ -18,7 +18,7 @@ from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
 from paceline.runtime.made import as_made
 from paceline.runtime.named_parts import load_models
-from paceline.runtime.optimizers.build import build_optimizer, refuse_closure, refuse_coupled
+from paceline.runtime.optimizers.build import build_optimizer, refuse_coupled, refuse_kinds
 from paceline.runtime.optimizers.probe import is_elementwise
 from paceline.runtime.optimizers.schedule import build_schedule, step_schedule
 from paceline.runtime.prepare import build_in_files
@@ -78,6 +78,7 @@ class ServerState:
     replica = -1
     synchronisers: tuple[()] = ()
     attributes = None  # workers run the model's forward
+    has_modes, trains = False, True  # an optimizer with other weights for evaluations is refused
     scaling = None  # fp16 is refused under plans with servers
 
     def __init__(self, job: Job, plan: Plan, server: int, shards: tuple[Shard, ...], model: torch.nn.Module,
@@ -216,5 +217,5 @@ def build(job: Job, plan: Plan) -> tuple[torch.nn.Module, tuple[Shard, ...]]:
     """The job's model on the CPU, in files where it is large, and how it is dealt out; on a rank that serves."""
     _, model = build_in_files(job, torch.device("cpu"))
     built = build_optimizer(job, trainable_of(model), {})
-    refuse_closure(built, plan)
+    refuse_kinds(built, plan)
     return model, deal_out(model, built.optimizer, plan)
