@@ -61,10 +61,13 @@ class NamedLayouts:
             f"{name}.{key}" for name, layout in layouts.items() for key in layout.owned_buffers)
         self.extents: dict[str, Extent] = {
             f"{name}.{key}": extent for name, layout in layouts.items() for key, extent in layout.extents.items()}
-        self.meets_in_forward = any(layout.meets_in_forward for layout in layouts.values())
         lines = tuple(f"{name}: {line}" for name, layout in layouts.items() for line in layout.report.lines)
         documents = {name: dict(layout.report.document) for name, layout in layouts.items() if layout.report.document}
         self.report = Report(lines, documents)
+
+    @property
+    def meets_in_forward(self) -> bool:
+        return any(layout.meets_in_forward for layout in self.layouts.values())
 
     def let_go(self) -> None:
         """Each layout has."""

@@ -14,6 +14,7 @@ from paceline.runtime.feed import DataShard, example_batch, is_stream
 from paceline.runtime.order import Order
 from paceline.runtime.prepare import autocast, build_in_files, build_model
 from paceline.runtime.streams import kept_streams
+from paceline.strategies.batch_norm import joins_statistics
 from paceline.strategies.compose import holds_parts
 
 
@@ -32,7 +33,7 @@ def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device:
     Raises:
         PlanRefused: it names the smallest micro-batch.
     """
-    if is_stream(job.data) or job.total_steps is None:
+    if is_stream(job.data) or job.total_steps is None or joins_statistics(plan):
         return
     part = DataShard(shares, 0, plan.num_microbatches)
     order = Order.of(job)

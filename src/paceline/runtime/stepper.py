@@ -137,7 +137,6 @@ class Stepper:
         self.before_update: Callable[[], None] = lambda: None
         self.replica = mesh.replica
         self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
-        self.all_go_back = mesh.holds_parts  # ranks meet in backward
         self.parts: dict[str, ModelPart] = {}
         if job.models:
             prepared, self.parts = prepare_models(job, plan=plan, mesh=mesh, device=device, devices=devices)
@@ -477,6 +476,11 @@ class Stepper:
         if self.mesh.sizes[self.mesh.stage_axis] == 1:
             return outputs
         return from_last_stage(outputs, self.mesh, self.device)
+
+    @property
+    def all_go_back(self) -> bool:
+        """Whether ranks meet in backward."""
+        return self.mesh.holds_parts or self.layout.meets_in_forward
 
     @property
     def merges_edits(self) -> bool:

@@ -26,6 +26,7 @@ from paceline.runtime.step_batch import GatheredBatch, StepBatch, joined
 from paceline.runtime.step_draws import WindowDraws
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.window import WindowWork
+from paceline.strategies.batch_norm import apart
 from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Whole
 from paceline.strategies.mesh import local_part
@@ -178,7 +179,7 @@ class Verbs:
     def _run_alike(self, part: ModelPart, inputs: Any) -> Any:
         """The output for inputs that all ranks have, drawn alike on each."""
         seed_streams(self.stepper.job.seed, "step", self.step, "alike", self.number)
-        with torch.no_grad(), autocast(self.stepper.job, self.stepper.device):
+        with torch.no_grad(), autocast(self.stepper.job, self.stepper.device), apart():
             output = part.layout.forward(MicroBatch(inputs, None, self.window.count))
         return self.stepper.shared_outputs(part, [output])[0]
 

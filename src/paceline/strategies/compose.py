@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from paceline.capture.compare import is_comparable
 from paceline.capture.probe import NOTHING, Observed
 from paceline.plans import Plan
-from paceline.strategies.layout import CutBasis, Layout, ModelUse, Whole
+from paceline.strategies.layout import CutBasis, Layout, ModelUse, Statistics, Whole
 from paceline.strategies.registry import active
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.step_sync import StepSync, SyncEveryStep
@@ -221,11 +221,14 @@ def step_sync_of(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> StepSync:
 def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh,
             device: torch.device) -> Layout:
     """What this rank runs of the model. Collective."""
+    from paceline.strategies.batch_norm import JoinedStatistics, joins_statistics
+
+    statistics = JoinedStatistics(model, mesh) if joins_statistics(plan) else Statistics()
     if plan.splits_model or (_gathers_weights(plan) and _reads_past_modules(model)):
         from paceline.strategies.stages.build import lay_out as lay_out_stages
 
-        return lay_out_stages(model, use, basis, plan=plan, mesh=mesh, device=device)
-    return Whole(model, use.context, meets_in_forward=_gathers_weights(plan))
+        return lay_out_stages(model, use, basis, plan=plan, mesh=mesh, device=device, statistics=statistics)
+    return Whole(model, use.context, gathers_weights=_gathers_weights(plan), statistics=statistics)
 
 
 def _gathers_weights(plan: Plan) -> bool:

@@ -166,6 +166,16 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
             yield from tensors_in(getattr(value, entry.name))
 
 
+class Statistics:
+    """Whose samples a batch norm sees: here, those of its rank. may_meet: whether forwards wait there for others."""
+
+    may_meet = False
+
+    def over(self, samples: int) -> AbstractContextManager[None]:
+        """A forward of so many samples comes next, and its backward; 0 of a stand-in."""
+        return nullcontext()
+
+
 class Whole:
     """The model as it is."""
 
@@ -173,8 +183,9 @@ class Whole:
     report = Report()
 
     def __init__(self, model: nn.Module, context: Callable[[], AbstractContextManager[Any]], *,
-                 meets_in_forward: bool) -> None:
-        self.module, self.context, self.meets_in_forward = model, context, meets_in_forward
+                 gathers_weights: bool, statistics: Statistics) -> None:
+        self.module, self.context, self.statistics = model, context, statistics
+        self.gathers_weights = gathers_weights
         self.owned = frozenset(name for name, _ in model.named_parameters())
         self.owned_buffers = frozenset(name for name, _ in model.named_buffers())
         self.extents: dict[str, Extent] = {}
@@ -182,18 +193,19 @@ class Whole:
     def let_go(self) -> None:
         """All of them are held."""
 
+    @property
+    def meets_in_forward(self) -> bool:
+        return self.gathers_weights or self.statistics.may_meet
+
     @cached_property
     def never_cut(self) -> list[nn.Parameter]:
         """Parameters that the plan's rooms left whole; asked when no other one is gathered."""
         return [p for p in self.module.parameters() if not hasattr(p, "device_mesh")]
 
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
-        never_cut = self.never_cut
         for number, batch in enumerate(batches):
-            if batch.samples:
-                self._run(number, batch, work)
-            elif self.meets_in_forward:
-                with _as_stand_in(self.module, never_cut):
+            if batch.samples or self.meets_in_forward:
+                with self._left_by_stand_in(batch), self.statistics.over(batch.samples):
                     self._run(number, batch, work)
             else:
                 work.before_backward(number)
@@ -212,16 +224,15 @@ class Whole:
         work.record("backward", str(number), turned_s, time.perf_counter())
 
     def forward(self, batch: Batch) -> Any:
-        never_cut = self.never_cut
-        with nullcontext() if batch.samples else _as_stand_in(self.module, never_cut):
+        with self._left_by_stand_in(batch), self.statistics.over(batch.samples):
             return batch.call(self.module)
+
+    def _left_by_stand_in(self, batch: Batch) -> AbstractContextManager[None]:
+        """What a forward without samples changes of a model is put back."""
+        from paceline.capture.attributes import state_of_forward_kept
+
+        never_cut = self.never_cut
+        return nullcontext() if batch.samples else state_of_forward_kept(self.module, never_cut)
 
     def finish(self) -> None:
         """Nothing is elsewhere."""
-
-
-def _as_stand_in(model: nn.Module, never_cut: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-    """What a forward without samples changes of a model is put back."""
-    from paceline.capture.attributes import state_of_forward_kept
-
-    return state_of_forward_kept(model, never_cut)

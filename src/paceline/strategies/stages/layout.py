@@ -17,7 +17,7 @@ from paceline.capture.opaque import OpaqueModules
 from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError, PlanRefused
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
-from paceline.strategies.layout import Batch, Extent, MicrobatchWork
+from paceline.strategies.layout import Batch, Extent, MicrobatchWork, Statistics
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.assignment import Assignment
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
@@ -102,7 +102,7 @@ class Stages:
     """Stages of a model on their ranks; see `Layout`.
 
     template: the model, hollow. tensors: its parameters, real ones until `let_go`. assignment: of the pieces of the
-    captured model. split: of layers over the tensor axis.
+    captured model. split: of layers over the tensor axis. statistics: of batch norms.
 
     Raises:
         PlanRefused: several ranks would use what a forward changes.
@@ -110,7 +110,7 @@ class Stages:
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], captured: CapturedModel,
                  assignment: Assignment, *, mesh: Mesh, device: torch.device, context: Callable[[], Any],
-                 split: TensorSplit) -> None:
+                 split: TensorSplit, statistics: Statistics) -> None:
         stage_of, ranks, axis = assignment.stage_of, assignment.ranks, mesh.stage_axis
         example, changing = captured.example, captured.changing
         self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, context
@@ -154,7 +154,7 @@ class Stages:
         lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
         self.module: PieceModules = PieceModules(pieces, lone, template, split)
         self.engine = Engine(assignment.orders, self.links, self.module.run, self._weights)
-        self.has_output, self.meets_in_forward = ranks[-1] == place, mesh.sizes["shard"] > 1
+        self.has_output, self.statistics = ranks[-1] == place, statistics
         self.ties = [(name, places) for name, places in holders.items() if len(places) > 1]
         self.groups = {members: _group(mesh, axis, members) for members in
                        sorted({tuple(places) for _, places in self.ties})}
@@ -162,6 +162,10 @@ class Stages:
         self.extents: dict[str, Extent] = {}
         if not captured.opaque.outputs and not example.has_constants:  # which the model's first runs may have changed
             self.captures[self._signature(captured.batch)] = self._cut_for_training(split.in_parts(example))
+
+    @property
+    def meets_in_forward(self) -> bool:
+        return self.is_sharded or self.statistics.may_meet
 
     def let_go(self) -> None:
         """A model may still refer to what it doesn't hold, as Keras's do: it finds one element in that shape."""
@@ -171,6 +175,10 @@ class Stages:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
+        with self.statistics.over(batches[0].samples):  # they are joined where there is one
+            self._run(batches, work)
+
+    def _run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         run = {number: batch for number, batch in enumerate(batches) if batch.samples or self.meets_in_forward}
         staged = {number: self._staged(batch) for number, batch in run.items()}
         inputs = {number: self._bound(staged[number], batch) for number, batch in run.items()}
@@ -194,8 +202,9 @@ class Stages:
 
     def forward(self, batch: Batch) -> Any:
         self.module.keeps_changes = batch.samples > 0
-        staged = self._staged(batch)
-        return self.engine.run_forward(staged, self._bound(staged, batch))
+        with self.statistics.over(batch.samples):
+            staged = self._staged(batch)
+            return self.engine.run_forward(staged, self._bound(staged, batch))
 
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use over their ranks. Collective over those."""

@@ -1,0 +1,258 @@
+"""Batch norms by the mean and the variance of a window's samples on all replicas, with the gradient through them.
+
+The field calls this synchronised batch normalisation. torch's `SyncBatchNorm` takes the place of modules, and runs on
+GPUs alone. Here torch's operator is told of the replicas, whoever calls it: a module or one that inherits from it,
+`F.batch_norm`, a captured graph, compiled code.
+
+A replica whose part of the window is one micro-batch then computes what one device computes. Several micro-batches
+would have to wait for each other within their forwards: each keeps statistics of its own, as on one device that cuts
+the batch alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from paceline.errors import PeerLost, TrainingError
+from paceline.strategies.host_all_reduce import all_reduce
+from paceline.strategies.layout import Statistics
+from paceline.strategies.synchronisation import AllReduce
+
+if TYPE_CHECKING:
+    from paceline.plans import Plan
+    from paceline.strategies.mesh import Mesh
+
+aten = torch.ops.aten
+
+
+def joins_statistics(plan: Plan) -> bool:
+    """Whether a batch norm sees the samples of all replicas."""
+    return isinstance(plan.sync, AllReduce) and plan.replicas > 1 and plan.num_microbatches == 1
+
+
+class JoinedStatistics(Statistics):
+    """What the batch norms of a model sum over its replicas. All ranks come to the same ones in the same order, which
+    they compare on CPUs.
+
+    may_meet: whether forwards wait for other replicas. Unless the model has such modules, the first one shows it.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        _install()
+        self._model, self._replicas = model, mesh.replicas
+        self.may_meet, self._is_seen = True, any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        self._counts, self._compares = True, False
+        self._group: dist.ProcessGroup | None = None
+
+    @contextmanager
+    def over(self, samples: int) -> Iterator[None]:
+        """A forward comes next, and its backward. Collective if the model has batch norms.
+
+        samples: that count of this rank's; 0 of a stand-in.
+
+        Raises:
+            TrainingError: ranks have come to different ones.
+        """
+        global _joined
+        if _joined is not None:  # a loss runs a model once more
+            yield
+            return
+        _joined, self._counts = self, samples > 0
+        try:
+            yield
+            if self._compares:
+                self.sum(torch.zeros(1))
+        finally:
+            _joined = None
+        self.may_meet = self._is_seen
+
+    def note(self) -> None:
+        """The model has a batch norm, in whatever mode it is now."""
+        self._is_seen = True
+
+    def number_of(self, tensor: Tensor | None) -> int:
+        """Of a layer by one of its tensors; 0 where that is none of the model's own."""
+        return next((number for number, each in enumerate(self._tensors, 1) if each is tensor), 0)
+
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        return [*self._model.buffers(), *self._model.parameters()]
+
+    def sum(self, figures: Tensor, *, of_gradients: bool = False) -> Tensor:
+        """Figures of all replicas; the last one is the layer's number. Collective. A stand-in adds nothing, and its
+        inputs get no gradient."""
+        if self._group is None:
+            # Gradients travel over the others meanwhile, on each rank as they come.
+            self._group = dist.new_group(self._replicas, use_local_synchronization=True)
+            self._compares = figures.device.type == "cpu"
+        sums = figures.clone()
+        if not self._counts:
+            sums[:-1] = 0
+        try:
+            all_reduce(sums, group=self._group)
+        except PeerLost as error:
+            if not getattr(error, "is_mismatch", False):
+                raise
+            raise _other_course() from error
+        if self._compares and float(sums[-1]) != float(figures[-1]) * len(self._replicas):
+            raise _other_course()
+        if of_gradients and not self._counts:
+            sums[:-1] = 0
+        return sums
+
+
+def _other_course() -> TrainingError:
+    return TrainingError("replicas have come to different batch norms in one forward, and each waits there for the "
+                         "samples of all: which of them run, or how often, depends on the samples",
+                         hint="accumulate=2 leaves each micro-batch its own statistics, as on one device that cuts the "
+                              "batch alike; GroupNorm and LayerNorm need none")
+
+
+_joined: JoinedStatistics | None = None  # of the model whose forward or backward runs
+_is_apart = False
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Meanwhile each rank's samples are all there are, as where all ranks run a model on the same ones."""
+    global _is_apart
+    before, _is_apart = _is_apart, True
+    try:
+        yield
+    finally:
+        _is_apart = before
+
+
+# --- torch's operator ---------------------------------------------------------------------------------------------
+
+
+@cache
+def _install() -> list[torch.library.Library]:
+    """Take the operator over in this process. Without a model that joins its statistics it is torch's own."""
+    own = torch.library.Library("paceline", "FRAGMENT")
+    own.define("sum_over_replicas(Tensor figures, bool of_gradients) -> Tensor")
+    own.impl("sum_over_replicas", _sum_over_replicas, "CompositeExplicitAutograd")
+    torch.library.register_fake("paceline::sum_over_replicas", lambda figures, _: torch.empty_like(figures), lib=own)
+    of_torch = torch.library.Library("aten", "IMPL")
+    for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):  # the former without gradients, in inference mode
+        of_torch.impl("batch_norm", _batch_norm, key)
+        of_torch.impl("instance_norm", _instance_norm, key)
+    check_size = F._verify_batch_size  # a rank may have one sample of many
+    F._verify_batch_size = lambda size: None if _joined is not None and not _is_apart else check_size(size)
+    return [own, of_torch]
+
+
+def _sum_over_replicas(figures: Tensor, of_gradients: bool) -> Tensor:
+    return figures.clone() if _joined is None else _joined.sum(figures, of_gradients=of_gradients)
+
+
+def _instance_norm(*arguments: Any) -> Tensor:
+    """It calls the other one, for channels that are those of single samples."""
+    with apart():
+        return aten.instance_norm.default.decompose(*arguments)
+
+
+def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+                running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool) -> Tensor:
+    if _joined is not None:
+        _joined.note()
+    if _joined is None or _is_apart or not training:
+        return aten._batch_norm_impl_index(x, weight, bias, running_mean, running_var, training, momentum, eps,
+                                           cudnn_enabled)[0]
+    number = _joined.number_of(weight if running_mean is None else running_mean)
+    output, mean, variance, count = _Normalised.apply(x, weight, bias, eps, number)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+    return output
+
+
+class _Normalised(torch.autograd.Function):
+    """Returns the output, and what it was made with: the mean and the variance of each channel, and how many values
+    they are of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+                number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        channels = x.shape[1]
+        dtype = torch.promote_types(x.dtype, torch.float32) if weight is None else weight.dtype
+        mean, variance = (moment.double() for moment in aten.batch_norm_update_stats(
+            x.float() if x.itemsize < 4 else x, None, None, 0.0)) if x.numel() else x.new_zeros(
+            2, channels, dtype=torch.float64)
+        size = x.numel() // channels
+        mean, square, (count, _) = torch.ops.paceline.sum_over_replicas(torch.cat(
+            [mean * size, (variance + mean.square()) * size, mean.new_tensor([size, number])]),
+            False).split([channels, channels, 2])
+        if size < 2 and not is_fake(x) and float(count) < 2:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+        mean = mean / count
+        variance = (square / count - mean.square()).clamp(min=0)
+        mean_here, variance_here = mean.to(dtype), variance.to(dtype)
+        ctx.save_for_backward(x, weight, bias, mean_here, variance_here, count)
+        ctx.eps, ctx.number = eps, number
+        ctx.mark_non_differentiable(mean, variance, count)
+        return _scaled(x, weight, bias, mean_here, variance_here, eps), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, variance, count = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a gradient of this one
+            inputs = (x, weight, bias)
+            output = _composed(x, weight, bias, ctx.eps, ctx.number)
+            needed = [each for each, is_needed in zip(inputs, ctx.needs_input_grad, strict=False) if is_needed]
+            gradients = iter(torch.autograd.grad(output, needed, gradient, create_graph=True))
+            return *(next(gradients) if each else None for each in ctx.needs_input_grad[:3]), None, None
+        dx, dweight, dbias = aten.native_batch_norm_backward(
+            gradient, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True])
+        if ctx.needs_input_grad[0]:
+            sums = torch.ops.paceline.sum_over_replicas(
+                torch.cat([dweight.double(), dbias.double(), count.new_tensor([ctx.number])]), True)
+            factors = sums[:-1].view(2, -1) / count * (variance.double() + ctx.eps).rsqrt()
+            slope, offset = (factors if weight is None else factors * weight).to(mean.dtype)
+            dx = dx - _scaled(x, slope, offset, mean, variance, ctx.eps)
+        return dx, None if weight is None else dweight, None if bias is None else dbias, None, None
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
+            eps: float) -> Tensor:
+    return aten.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over replicas that has gradients of every order."""
+
+    @staticmethod
+    def forward(ctx: Any, figures: Tensor, of_gradients: bool = False) -> Tensor:
+        ctx.of_gradients = of_gradients
+        return torch.ops.paceline.sum_over_replicas(figures, of_gradients)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(gradient, not ctx.of_gradients), None
+
+
+def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, number: int) -> Tensor:
+    """The same of operators that torch can differentiate."""
+    dims, shape = [dim for dim in range(x.ndim) if dim != 1], [-1 if dim == 1 else 1 for dim in range(x.ndim)]
+    ends = x.new_tensor([x.numel() // x.shape[1], number])
+
+    def mean_of(values: Tensor) -> Tensor:
+        *sums, count, _ = _Sum.apply(torch.cat([values.sum(dims), ends]))
+        return (torch.stack(sums) / count.detach()).view(shape)
+
+    centred = x - mean_of(x)
+    output = centred * (mean_of(centred.square()) + eps).rsqrt()
+    for operation, parameter in ((torch.mul, weight), (torch.add, bias)):
+        output = output if parameter is None else operation(output, parameter.view(shape))
+    return output
