@@ -104,7 +104,7 @@ class Normed(nn.Module):
         return self.net(x)
 
 
-@entry("batch norms with momentum and validation: coupled")
+@entry("batch norms with momentum and validation")
 def combined_norms() -> paceline.Job:
     return make_job(Normed, data=_regression(4 * BATCH), optimizer=_momentum, validation=_regression(17))
 

@@ -60,7 +60,7 @@ def instance_norm_running() -> paceline.Job:
     return make_job(lambda: ConvNet(norm), data=_images())
 
 
-@entry("batch norms of images: coupled")
+@entry("batch norms of images")
 def batch_norm_2d() -> paceline.Job:
     return make_job(lambda: ConvNet(lambda: nn.BatchNorm2d(4)), data=_images())
 

@@ -61,19 +61,19 @@ def rms_norm() -> paceline.Job:
     return make_job(lambda: Net(lambda: nn.Sequential(nn.RMSNorm(FEATURES), nn.Linear(FEATURES, FEATURES))))
 
 
-@entry("batch norms in a list of modules, evaluated: coupled")
+@entry("batch norms in a list of modules, evaluated")
 def batch_norm() -> paceline.Job:
     data = TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3))
     return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))),
                     data=data, validation=data)
 
 
-@entry("batch norms with a last window of two samples: coupled")
+@entry("batch norms with a last window of two samples")
 def batch_norm_short_window() -> paceline.Job:
     return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))))
 
 
-@entry("batch norms over few samples, which amplify rounding: coupled")
+@entry("batch norms over few samples, which amplify rounding")
 def batch_norm_few_samples() -> paceline.Job:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16),
@@ -83,7 +83,7 @@ def batch_norm_few_samples() -> paceline.Job:
                     optimizer=lambda named: torch.optim.SGD(named, lr=0.3, momentum=0.9))
 
 
-@entry("batch norms whose statistics are an average over all steps: coupled")
+@entry("batch norms whose statistics are an average over all steps")
 def batch_norm_cumulative() -> paceline.Job:
     return make_job(lambda: Net(lambda: nn.BatchNorm1d(FEATURES, momentum=None)),
                     data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)))
@@ -273,7 +273,7 @@ def binarised() -> paceline.Job:
     return make_job(lambda: Net(Binary))
 
 
-@entry("binarised layers with batch norms: coupled")
+@entry("binarised layers with batch norms")
 def binarised_with_batch_norm() -> paceline.Job:
     return make_job(lambda: Net(lambda: nn.Sequential(Binary(), nn.BatchNorm1d(FEATURES))),
                     data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)))

@@ -83,19 +83,35 @@ def test_statistics_are_those_of_batch_norms():
     assert profile_job(job).statistics_bytes == 2 * 8 * 4 + 8
 
 
-def test_statistics_that_the_model_itself_freezes_do_not_count():
-    """Its own `train` leaves a layer in evaluation, so that a forward writes nothing."""
-    class Frozen(nn.Sequential):
-        def train(self, mode: bool = True):
-            super().train(mode)
-            self[1].eval()
-            return self
+class Frozen(nn.Sequential):
+    """Its own `train` leaves a layer in evaluation."""
 
-    job = Job(model=lambda: Frozen(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def profile_of_norms(kind: type[nn.Sequential]):
+    job = Job(model=lambda: kind(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
               data=[(torch.randn(16), torch.tensor(0))] * 8, loss=nn.functional.cross_entropy,
               optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=4, steps=1)
+    return profile_job(job)
 
-    assert profile_job(job).statistics_bytes == 0
+
+def test_statistics_that_the_model_itself_freezes_do_not_count():
+    """A forward writes nothing."""
+    assert profile_of_norms(Frozen).statistics_bytes == 0
+
+
+@pytest.mark.parametrize(("text", "meetings"), [("single", 0), ("data=2", 2), ("data=2 accumulate=2", 0)])
+def test_batch_norms_of_replicas_meet_in_forward_and_in_backward(text, meetings):
+    """For 10 ms each. Micro-batches have statistics of their own, and a frozen layer has none of a batch."""
+    devices = replace(cluster(10_000, 10_000), link=Link(1e15, 5e-3))
+    trained, frozen = (estimate(replace(profile_of_norms(kind), statistics_bytes=0), Plan.parse(text), devices, batch=8,
+                                rates=RATES).step_s for kind in (nn.Sequential, Frozen))
+
+    assert trained - frozen == pytest.approx(meetings * 2 * 5e-3, abs=1e-4)
 
 
 def test_a_cpu_rank_also_holds_libraries_and_holes():

@@ -35,14 +35,27 @@ from paceline.strategies.mesh import local_part
 pytestmark = pytest.mark.timeout(120)
 
 
+class Centred(nn.Module):
+    """Takes a running mean away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.running_mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.running_mean
+
+
 class Net(nn.Module):
-    """Dropout, BatchNorm, and a count that the output depends on."""
+    """Dropout, a running mean, and a count that the output depends on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
         self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.norm, self.drop = Centred(), nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -185,7 +198,13 @@ class Edits(Net):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("model", [Meets, Edits])
+class Joins(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+
+@pytest.mark.parametrize("model", [Meets, Edits, Joins])
 def test_what_can_not_be_computed_twice_is_not(run_ranks: Any, tmp_path: Path, model: Any):
     """Forwards that meet other replicas, or write to parameters."""
     for every in (0, 2):
@@ -288,6 +307,7 @@ class Late(Net):
 
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.BatchNorm1d(8)
         self.register_buffer("scale", torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

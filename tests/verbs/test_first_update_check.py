@@ -194,14 +194,14 @@ class Counted(nn.Module):
         return output
 
 
-@pytest.mark.parametrize(("coupled", "forwards"), [(False, 1), (True, 7)])
+@pytest.mark.parametrize(("coupled", "forwards"), [(False, 1), (True, 11)])
 def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: int, tmp_path: Path) -> None:
-    """One forward of one device is enough for a plan that agrees to a few roundings. A coupled one needs six more:
-    with nudged weights, for each replica's part of the batch with the weights as they are and with nudged ones, and to
-    look at the loss by itself."""
+    """One forward of one device is enough for a plan that agrees to a few roundings. A coupled one needs ten more:
+    with nudged weights, for each micro-batch with the weights as they are and with nudged ones, and to look at the loss
+    by itself."""
     job = make_job(lambda: Counted(tmp_path, coupled=coupled), steps=1)
 
-    update_check = checked(job, "data=2")
+    update_check = checked(job, "data=2 accumulate=2")
 
     assert update_check.verdict == ("coupled" if coupled else "passed")
     assert len(list(tmp_path.iterdir())) == forwards
@@ -317,10 +317,10 @@ def test_a_model_that_knows_its_rank_is_refused(tmp_path: Path) -> None:
 
 
 def test_coupled_samples_are_told_and_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A BatchNorm over parts of a batch is the job's own doing."""
+    """A BatchNorm over micro-batches is the job's own doing."""
     job = make_job(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
 
-    summary = paceline.train(job, "data=2", run=tmp_path)
+    summary = paceline.train(job, "data=2 accumulate=2", run=tmp_path)
 
     assert summary["check"]["verdict"] == "coupled" and summary["steps"] == 3
     assert "cutting a batch changes what this job computes" in capfd.readouterr().err

@@ -95,12 +95,13 @@ def test_a_scalar_loss_that_is_no_mean_is_named() -> None:
 
 
 def test_a_batch_norm_is_named() -> None:
-    """A layer that mixes samples can't equal one device under any cut, and says so by name."""
+    """Replicas join its statistics, and micro-batches can't: it is named with the plans that are exact."""
     job = in_float64(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
 
-    certificate = only(paceline.verify(job, ["data=2"], steps=2, resume="no"))
+    joined, certificate = paceline.verify(job, ["data=2", "single accumulate=2"], steps=2, resume="no")
 
-    assert not certificate.passed
+    assert joined.passed, joined.describe()
+    assert certificate.verdict == "coupled" and "one micro-batch a rank" in certificate.describe()
     assert "couples the samples" in certificate.describe() and "BatchNorm" in certificate.describe()
 
 

@@ -132,7 +132,7 @@ def test_a_model_that_writes_to_its_input(layers: tuple[Any, ...], expected: str
     """verify runs it several times on one batch, also to name what couples samples."""
     items = [({"x": x, "kind": torch.tensor(number % 2)}, y) for number, (x, y) in enumerate(make_job().data)]
     job = make_job(lambda: Normalising(*(make() for make in layers)), data=items, batch=7)
-    certificate = verdict(job, "data=2", resume="no")
+    certificate = verdict(job, "data=2 accumulate=2", resume="no")
     assert certificate.verdict == expected and (
         not layers or "BatchNorm" in str(certificate.reason)), certificate.describe()
 

@@ -12,6 +12,7 @@ from paceline.profile.profile import Profile
 from paceline.simulate.allocator import holes_of_added, holes_of_update
 from paceline.simulate.program import Allocate, Compute, Event, Program, Repeat, free
 from paceline.software import PACELINE, Software
+from paceline.strategies.batch_norm.cost import sums as sums_of_batch_norms
 from paceline.strategies.costs import (
     ADDED,
     Footprint,
@@ -170,6 +171,7 @@ class _OneDevice:
         peak_bytes = segment.forward_peak_bytes.at(samples)
         yield Allocate("activations", peak_bytes)
         yield compute(segment.forward, samples)
+        yield from sums_of_batch_norms(self.step, segment)
         yield free("activations", peak_bytes)
         yield Allocate("activations", segment.kept_bytes.at(samples))
 
@@ -184,6 +186,7 @@ class _OneDevice:
         peak_bytes = segment.backward_peak_bytes.at(samples)
         yield Allocate("activations", peak_bytes)
         yield compute(segment.backward, samples)
+        yield from sums_of_batch_norms(self.step, segment)
         if not stay and self.step.device_kind == "cpu":  # on accelerators the products add to it themselves
             yield Compute(moved_bytes=ADDED * sum(gradient_bytes), operators=len(gradient_bytes))
         if not stay:

@@ -261,8 +261,9 @@ def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> P
     if mixing in norms:
         return Problem("samples", tuple(norms), f"{coupled}. {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}, "
                        f"such as '{mixing}', use the statistics of a micro-batch",
-                       f"GroupNorm or LayerNorm make the job exact: {_group_norm(layer)} in the place of '{mixing}'; "
-                       f"{UNCUT}")
+                       "data=N, shard=N and their products with one micro-batch a rank join those of all ranks and are "
+                       f"exact. GroupNorm or LayerNorm make all plans exact: {_group_norm(layer)} in the place of "
+                       f"'{mixing}'; {UNCUT}")
     return Problem("samples", (mixing,), f"{coupled}. '{mixing}' ({type(layer).__name__}) mixes samples",
                    f"let it compute each sample by itself (reduce over dim 1 and later, never over dim 0); {UNCUT}")
 

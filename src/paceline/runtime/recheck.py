@@ -165,7 +165,8 @@ class Recheck:
         """Collectives of the replicas so far."""
         assert self.axis is not None
         group: Any = self.mesh.group(self.axis)
-        return int(group._get_sequence_number_for_group())
+        statistics = self.stepper.layout.statistics  # type: ignore[attr-defined]  # of one model
+        return int(group._get_sequence_number_for_group()) + int(statistics.num_meetings)
 
     def _row(self, prints: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.stack([uploaded(value, self.stepper.device) for value in prints.values()])

@@ -14,7 +14,7 @@ from paceline.runtime.feed import DataShard, example_batch, is_stream
 from paceline.runtime.order import Order
 from paceline.runtime.prepare import autocast, build_in_files, build_model
 from paceline.runtime.streams import kept_streams
-from paceline.strategies.batch_norm import joins_statistics
+from paceline.strategies.batch_norm.cost import joins_statistics
 from paceline.strategies.compose import holds_parts
 
 

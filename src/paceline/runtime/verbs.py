@@ -26,7 +26,7 @@ from paceline.runtime.step_batch import GatheredBatch, StepBatch, joined
 from paceline.runtime.step_draws import WindowDraws
 from paceline.runtime.streams import seed_streams
 from paceline.runtime.window import WindowWork
-from paceline.strategies.batch_norm import apart
+from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Whole
 from paceline.strategies.mesh import local_part

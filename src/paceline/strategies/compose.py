@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from paceline.capture.compare import is_comparable
 from paceline.capture.probe import NOTHING, Observed
 from paceline.plans import Plan
-from paceline.strategies.layout import CutBasis, Layout, ModelUse, Statistics, Whole
+from paceline.strategies.layout import CutBasis, Layout, ModelUse, Whole
 from paceline.strategies.registry import active
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.step_sync import StepSync, SyncEveryStep
@@ -221,14 +222,16 @@ def step_sync_of(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> StepSync:
 def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh,
             device: torch.device) -> Layout:
     """What this rank runs of the model. Collective."""
-    from paceline.strategies.batch_norm import JoinedStatistics, joins_statistics
+    from paceline.strategies.batch_norm.cost import joins_statistics
+    from paceline.strategies.batch_norm.run import JoinedStatistics
 
-    statistics = JoinedStatistics(model, mesh) if joins_statistics(plan) else Statistics()
+    if joins_statistics(plan):
+        use = replace(use, statistics=JoinedStatistics(model, mesh))
     if plan.splits_model or (_gathers_weights(plan) and _reads_past_modules(model)):
         from paceline.strategies.stages.build import lay_out as lay_out_stages
 
-        return lay_out_stages(model, use, basis, plan=plan, mesh=mesh, device=device, statistics=statistics)
-    return Whole(model, use.context, gathers_weights=_gathers_weights(plan), statistics=statistics)
+        return lay_out_stages(model, use, basis, plan=plan, mesh=mesh, device=device)
+    return Whole(model, use, gathers_weights=_gathers_weights(plan))
 
 
 def _gathers_weights(plan: Plan) -> bool:

@@ -35,6 +35,19 @@ class Batch(Protocol):
         """On the device."""
 
 
+class Statistics:
+    """Whose samples a batch norm sees: here, those of its rank.
+
+    may_meet: whether forwards wait there for other replicas. num_meetings: how often they did.
+    """
+
+    may_meet, num_meetings = False, 0
+
+    def over(self, samples: int) -> AbstractContextManager[None]:
+        """A forward of so many samples comes next, and its backward; 0 of a stand-in."""
+        return nullcontext()
+
+
 @dataclass(frozen=True)
 class ModelUse:
     """How a job runs its model, for plans that must see the forward.
@@ -44,6 +57,7 @@ class ModelUse:
     functions: the job's loss and metrics, from (output, target), by what they are called in a message.
     evaluated: makes a batch as the model is evaluated on; None if it isn't.
     running: entered where the whole model's weights are used.
+    statistics: of its batch norms.
     """
 
     example: Callable[[int], Batch]
@@ -51,6 +65,7 @@ class ModelUse:
     functions: Mapping[str, Callable[[Any, Any], Any]]
     evaluated: Callable[[], Batch] | None = None
     running: Callable[[], AbstractContextManager[None]] = nullcontext
+    statistics: Statistics = field(default_factory=Statistics)
 
 
 @dataclass(frozen=True)
@@ -166,25 +181,14 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
             yield from tensors_in(getattr(value, entry.name))
 
 
-class Statistics:
-    """Whose samples a batch norm sees: here, those of its rank. may_meet: whether forwards wait there for others."""
-
-    may_meet = False
-
-    def over(self, samples: int) -> AbstractContextManager[None]:
-        """A forward of so many samples comes next, and its backward; 0 of a stand-in."""
-        return nullcontext()
-
-
 class Whole:
     """The model as it is."""
 
     has_output = True
     report = Report()
 
-    def __init__(self, model: nn.Module, context: Callable[[], AbstractContextManager[Any]], *,
-                 gathers_weights: bool, statistics: Statistics) -> None:
-        self.module, self.context, self.statistics = model, context, statistics
+    def __init__(self, model: nn.Module, use: ModelUse, *, gathers_weights: bool) -> None:
+        self.module, self.context, self.statistics = model, use.context, use.statistics
         self.gathers_weights = gathers_weights
         self.owned = frozenset(name for name, _ in model.named_parameters())
         self.owned_buffers = frozenset(name for name, _ in model.named_buffers())

@@ -322,7 +322,7 @@ class _Trial:
         """Held against one device; where the plan cuts and the job couples samples, or smaller pieces overflow in other
         steps, against one that cuts alike."""
         whole = {precision: self.proof.folder / precision for precision in self.proof.figures}
-        if not (self.cuts and problem is not None):
+        if problem is None or self.resolved.plan.num_microbatches == 1:  # replicas may join what couples samples
             certificate = self._judged(self.proof.figures, whole, resumes=True)
             if certificate.passed or not self.cuts:
                 return certificate

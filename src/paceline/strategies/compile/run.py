@@ -18,6 +18,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from paceline.capture.probe import NOTHING, Observed
 from paceline.capture.randomness import means, without_modes
 from paceline.errors import PlanRefused
+from paceline.strategies.batch_norm.run import is_joined
 from paceline.strategies.compile.cost import NOTHING_COMPILED, WITHOUT
 from paceline.strategies.compile.limit import compile_whole
 from paceline.strategies.compile.watch import CompilationWatch
@@ -118,7 +119,9 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """torch's own backend."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(graph, inputs)
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag=config.cache_key_tag + " joined" * is_joined()):
+        return compile_fx(graph, inputs)
 
 
 def inductor_with_means(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -20,7 +20,7 @@ from paceline.capture.state import state_kept
 from paceline.errors import PacelineError, PlanRefused
 from paceline.launch.logs import logger
 from paceline.strategies.compile.run import refuse_compiled
-from paceline.strategies.layout import Batch, CutBasis, ModelUse, Statistics
+from paceline.strategies.layout import Batch, CutBasis, ModelUse
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
 from paceline.strategies.stages.layout import CapturedModel, Stages, first_names, hollow, kept_whole, renamed
 from paceline.strategies.tensor.piece import CutRules
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
-def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh, device: torch.device,
-            statistics: Statistics) -> Stages:
+def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh,
+            device: torch.device) -> Stages:
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
 
     Args:
@@ -63,8 +63,8 @@ def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mes
                            mesh.devices(device.type)["tensor"], batches=basis.microbatch_samples / EXAMPLE_SAMPLES,
                            rules=CutRules(published(model), kept_whole(model, captured.example), plan.axes.shard > 1))
     with use.running():
-        stages = Stages(model, hollow(model, device), captured, assignment, mesh=mesh, device=device,
-                        context=use.context, split=split, statistics=statistics)
+        stages = Stages(model, hollow(model, device), captured, assignment, mesh=mesh, device=device, use=use,
+                        split=split)
     if use.evaluated is not None:
         stages.prepare_evaluation(use.evaluated())
     return stages

@@ -17,7 +17,7 @@ from paceline.capture.opaque import OpaqueModules
 from paceline.capture.probe import sparsely_trained
 from paceline.errors import JobError, PlanRefused
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
-from paceline.strategies.layout import Batch, Extent, MicrobatchWork, Statistics
+from paceline.strategies.layout import Batch, Extent, MicrobatchWork, ModelUse
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.assignment import Assignment
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
@@ -102,18 +102,18 @@ class Stages:
     """Stages of a model on their ranks; see `Layout`.
 
     template: the model, hollow. tensors: its parameters, real ones until `let_go`. assignment: of the pieces of the
-    captured model. split: of layers over the tensor axis. statistics: of batch norms.
+    captured model. split: of layers over the tensor axis.
 
     Raises:
         PlanRefused: several ranks would use what a forward changes.
     """
 
     def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], captured: CapturedModel,
-                 assignment: Assignment, *, mesh: Mesh, device: torch.device, context: Callable[[], Any],
-                 split: TensorSplit, statistics: Statistics) -> None:
+                 assignment: Assignment, *, mesh: Mesh, device: torch.device, use: ModelUse,
+                 split: TensorSplit) -> None:
         stage_of, ranks, axis = assignment.stage_of, assignment.ranks, mesh.stage_axis
         example, changing = captured.example, captured.changing
-        self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, context
+        self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, use.context
         self.captures: dict[Any, Staged] = {}
         self.opaque, self.tensors, self.example, self.split = captured.opaque, tensors, example, split
         self.is_sharded = mesh.sizes["shard"] > 1
@@ -154,7 +154,7 @@ class Stages:
         lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
         self.module: PieceModules = PieceModules(pieces, lone, template, split)
         self.engine = Engine(assignment.orders, self.links, self.module.run, self._weights)
-        self.has_output, self.statistics = ranks[-1] == place, statistics
+        self.has_output, self.statistics = ranks[-1] == place, use.statistics
         self.ties = [(name, places) for name, places in holders.items() if len(places) > 1]
         self.groups = {members: _group(mesh, axis, members) for members in
                        sorted({tuple(places) for _, places in self.ties})}

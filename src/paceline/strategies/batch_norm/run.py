@@ -25,25 +25,16 @@ from torch._subclasses.fake_tensor import is_fake
 from paceline.errors import PeerLost, TrainingError
 from paceline.strategies.host_all_reduce import all_reduce
 from paceline.strategies.layout import Statistics
-from paceline.strategies.synchronisation import AllReduce
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
 
 aten = torch.ops.aten
 
 
-def joins_statistics(plan: Plan) -> bool:
-    """Whether a batch norm sees the samples of all replicas."""
-    return isinstance(plan.sync, AllReduce) and plan.replicas > 1 and plan.num_microbatches == 1
-
-
 class JoinedStatistics(Statistics):
     """What the batch norms of a model sum over its replicas. All ranks come to the same ones in the same order, which
-    they compare on CPUs.
-
-    may_meet: whether forwards wait for other replicas. Unless the model has such modules, the first one shows it.
+    they compare on CPUs. Whether there are any the first forward shows, unless they are modules.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -95,6 +86,7 @@ class JoinedStatistics(Statistics):
             # Gradients travel over the others meanwhile, on each rank as they come.
             self._group = dist.new_group(self._replicas, use_local_synchronization=True)
             self._compares = figures.device.type == "cpu"
+        self.num_meetings += 1
         sums = figures.clone()
         if not self._counts:
             sums[:-1] = 0
@@ -122,6 +114,11 @@ _joined: JoinedStatistics | None = None  # of the model whose forward or backwar
 _is_apart = False
 
 
+def is_joined() -> bool:
+    """Whether a batch norm now is one of all replicas. The cache of compiled code must not mistake the two."""
+    return _joined is not None
+
+
 @contextmanager
 def apart() -> Iterator[None]:
     """Meanwhile each rank's samples are all there are, as where all ranks run a model on the same ones."""
@@ -147,8 +144,9 @@ def _install() -> list[torch.library.Library]:
     for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):  # the former without gradients, in inference mode
         of_torch.impl("batch_norm", _batch_norm, key)
         of_torch.impl("instance_norm", _instance_norm, key)
-    check_size = F._verify_batch_size  # a rank may have one sample of many
-    F._verify_batch_size = lambda size: None if _joined is not None and not _is_apart else check_size(size)
+    functional: Any = F  # whose own check would not let a rank have one sample of many
+    check_size = functional._verify_batch_size
+    functional._verify_batch_size = lambda size: None if _joined is not None and not _is_apart else check_size(size)
     return [own, of_torch]
 
 
@@ -163,12 +161,12 @@ def _instance_norm(*arguments: Any) -> Tensor:
 
 
 def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-                running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool) -> Tensor:
+                running_var: Tensor | None, training: bool, *numbers: Any) -> Tensor:
     if _joined is not None:
         _joined.note()
     if _joined is None or _is_apart or not training:
-        return aten._batch_norm_impl_index(x, weight, bias, running_mean, running_var, training, momentum, eps,
-                                           cudnn_enabled)[0]
+        return aten._batch_norm_impl_index(x, weight, bias, running_mean, running_var, training, *numbers)[0]
+    momentum, eps, _ = numbers
     number = _joined.number_of(weight if running_mean is None else running_mean)
     output, mean, variance, count = _Normalised.apply(x, weight, bias, eps, number)
     if running_mean is not None and running_var is not None:

@@ -1,0 +1,33 @@
+"""Under which plans batch norms see the samples of all replicas, and what that adds to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from paceline.plans import Plan
+from paceline.profile.profile import Segment
+from paceline.simulate.program import Collective
+from paceline.strategies.costs import Step, small_all_reduce
+from paceline.strategies.synchronisation import AllReduce
+
+# By what torch calls it on CPUs and on GPUs; the argument that says whether it takes the batch's statistics.
+_NAMES, _TRAINING = ("native_batch_norm", "cudnn_batch_norm"), 5
+
+
+def joins_statistics(plan: Plan) -> bool:
+    """Whether replicas join the statistics of their batch norms: each has its part of the window at once."""
+    return isinstance(plan.sync, AllReduce) and plan.replicas > 1 and plan.num_microbatches == 1
+
+
+def sums(step: Step, segment: Segment) -> Iterator[Collective]:
+    """What a segment's forward sums over the replicas, and its backward likewise: two figures of each channel of each
+    batch norm, and two more."""
+    if joins_statistics(step.plan):
+        calls = segment.forward.calls
+        for call, count in zip(calls.first, calls.counts or [1.0] * len(calls.first), strict=True):
+            if call.name in _NAMES and call.arguments[_TRAINING]:
+                channels = call.arguments[0].shape[1]
+                collective = small_all_reduce(step, 8 * (2 * channels + 2), step.plan.replicas, name="batch norm",
+                                              stride=step.plan.axes.tensor)
+                yield replace(collective, times=count)
