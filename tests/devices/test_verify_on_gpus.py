@@ -74,8 +74,10 @@ def test_one_device_is_a_gpu(shop: Workshop):
 
 
 def test_coupled_samples_are_named(shop: Workshop):
-    answer = shop.verify("statistics", "data=2", devices="cuda:0-1", **QUICK)
-    assert verdicts(answer) == {"data=2": "coupled"}
+    """GPUs join the statistics of replicas, and not those of micro-batches."""
+    answer = shop.verify("statistics", "data=2 accumulate=2", devices="cuda:0-1", **QUICK)
+    assert verdicts(answer) == {"data=2 accumulate=2": "coupled"}
+    assert verdicts(shop.verify("statistics", "data=2", devices="cuda:0-1", **QUICK)) == {"data=2": "passed"}
     assert "2 BatchNorm layers, such as '2', use the statistics of a micro-batch" in answer["described"][0]
 
 
