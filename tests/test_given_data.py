@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -271,6 +273,101 @@ def test_workers_are_set_up_as_the_loader_says():
     made = job(data=DataLoader(Lazy(), batch_size=5, num_workers=2, worker_init_fn=mark), steps=4)
     assert {target for step in read(made, loader_workers=2) for target in step} == {100, 101}
     assert {target for step in read(made) for target in step} == {-1}
+
+
+class OpenedInWorkers(Dataset[Any]):
+    """Its file is there once the worker's init has opened it."""
+
+    file: Any = None
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        self.file.seek(index)
+        return X[index] + torch.rand(2), self.file.read(1)[0] % 2
+
+
+@pytest.mark.parametrize("plan", ["data=2", "tensor=2"])
+def test_what_worker_init_fn_opens_is_open_to_who_else_reads(plan: str, tmp_path: Path):
+    """Ranks read samples too: they evaluate, and look at the first ones. They draw as if it had been open."""
+    (tmp_path / "bytes").write_bytes(bytes(range(20)))
+
+    def open_file(worker: int) -> None:
+        np.random.seed(worker)
+        torch.rand(1)
+        dataset: Any = torch.utils.data.get_worker_info().dataset  # type: ignore[union-attr]
+        dataset.file = open(tmp_path / "bytes", "rb")  # noqa: SIM115  # until the process ends
+
+    def trained(name: str, data: Any, **loading: Any) -> Any:
+        loader = DataLoader(data, batch_size=8, shuffle=True, **loading)
+        made = job(model=lambda: torch.nn.Linear(2, 2), loss=torch.nn.functional.cross_entropy, data=loader, epochs=1,
+                   steps=None, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), precision="float64",
+                   validation=DataLoader(data, batch_size=8, **loading))
+        return paceline.train(made, plan=plan, run=tmp_path / name, table=False)
+
+    lazy = trained("lazy", OpenedInWorkers(), num_workers=1, worker_init_fn=open_file)
+    with open(tmp_path / "bytes", "rb") as file:
+        data = OpenedInWorkers()
+        data.file = file
+        opened = trained("opened", data)
+    assert lazy.metrics == pytest.approx(opened.metrics, rel=1e-12) and "validation_loss" in lazy.metrics
+    for name, weight in opened.model().state_dict().items():
+        torch.testing.assert_close(lazy.model().state_dict()[name], weight, rtol=0, atol=1e-12)
+
+
+def test_loader_workers_under_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The sockets over which workers send batches have shorter names than files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 150)))
+    Path(tempfile.gettempdir()).mkdir()
+    made = job(data=[(X[i], X[i]) for i in range(20)], batch=8, steps=2, model=lambda: torch.nn.Linear(2, 2),
+               loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    result = paceline.train(made, plan="single", run=tmp_path / "run", loader_workers=1, timeout_s=30, restarts=0,
+                            table=False)
+    assert result.history[-1]["step"] == 2
+
+
+class Filtered(DataLoader):  # type: ignore[type-arg]
+    """As torch_geometric's loaders of neighbours, which make batches of what collate_fn made."""
+
+    def _get_iterator(self) -> Any:
+        return map(default_collate, super()._get_iterator())
+
+
+def test_a_loader_that_changes_its_batches_is_refused():
+    assert "the Filtered changes what its collate_fn made" in refusal(data=Filtered(SET, batch_size=4))
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+def test_graphs_of_torch_geometric(plan: str, tmp_path: Path):
+    """Its DataLoader and its data sets in memory, under plans that cut the batch, give one device's weights."""
+    data, loader = needed("torch_geometric.data"), needed("torch_geometric.loader")
+    nn = needed("torch_geometric.nn")
+
+    class Graphs(data.InMemoryDataset):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.data, self.slices = self.collate([
+                data.Data(x=X[:3 + i % 3] + i, y=Y[i:i + 1] % 3, edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]]))
+                for i in range(18)])
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.out = nn.GCNConv(2, 4), torch.nn.Linear(4, 3)
+
+        def forward(self, graphs: Any) -> Tensor:
+            return self.out(nn.global_mean_pool(self.layer(graphs.x, graphs.edge_index).tanh(), graphs.batch))
+
+    def trained(plan: str) -> Any:
+        made = job(model=Net, loss=lambda output, graphs: torch.nn.functional.cross_entropy(output, graphs.y),
+                   data=loader.DataLoader(Graphs(), batch_size=8, shuffle=True), precision="float64",
+                   optimizer=lambda named: torch.optim.SGD(named, lr=0.1), steps=3)
+        return paceline.train(made, plan=plan, run=tmp_path / plan, table=False).model().state_dict()
+
+    expected = trained("single")
+    for name, weight in trained(plan).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-12)
 
 
 # --- Arrays --------------------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def _of_loader(job: Any) -> Changes:
     if fields["batch"] is None and not isinstance(fields["sampler"], DrawnGroups):
         fields.pop("batch")
     fields["drop_last"] = fields["drop_last"] or job.drop_last
-    return {**fields, **_changed(job, "data", fields["collate"], value=fields["data"])}
+    changed = _changed(job, "data", fields["collate"], value=fields["data"])
+    return {**fields, "data": loaders.opened(changed["data"], job.data)}
 
 
 def _of_batch_sampler(job: Any, data: Any) -> Changes:
@@ -77,7 +78,7 @@ def _evaluated(job: Any, name: str, collate: Callable[..., Any] | None) -> Chang
     if not loaders.is_loader(value):
         return _changed(job, name, collate)
     data, loader_collate = loaders.evaluated(value, name=name)
-    changes: Changes = {name: data, **_changed(job, name, loader_collate, value=data)}
+    changes: Changes = {name: loaders.opened(_changed(job, name, loader_collate, value=data)[name], value)}
     if loader_collate is collate:
         return changes
     from torch.utils.data import default_collate

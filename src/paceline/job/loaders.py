@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,51 @@ class Loading:
     prefetch_factor: int | None = None
     timeout_s: float = 0.0
     context: Any = None
+
+
+class Opened:
+    """A data set that a loader's `worker_init_fn` may have to open: where a process that is no worker, as a rank that
+    evaluates is, can't read its first sample, the function runs as in the only worker."""
+
+    def __init__(self, dataset: Any, init: Callable[[int], Any]) -> None:
+        self.dataset, self.init, self.process = dataset, init, -1
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # of a copy in the making
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        from torch.utils.data import get_worker_info
+
+        if self.process != os.getpid() and get_worker_info() is None:
+            self.process = os.getpid()
+            self._open(index)
+        return self.dataset[index]
+
+    def _open(self, index: Any) -> None:
+        from torch.utils.data._utils import worker
+
+        from paceline.runtime.streams import kept_streams
+
+        with kept_streams():
+            try:
+                self.dataset[index]
+            except Exception:
+                worker._worker_info = worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=self.dataset)
+                try:
+                    self.init(0)
+                finally:
+                    worker._worker_info = None
+
+
+def opened(dataset: Any, loader: Any) -> Any:
+    """The data set of a loader, for processes of all kinds."""
+    is_read_by_index = loader.worker_init_fn is not None and loader.num_workers and not is_stream(loader)
+    return Opened(dataset, loader.worker_init_fn) if is_read_by_index else dataset
 
 
 def is_loader(value: Any) -> bool:
@@ -119,7 +165,11 @@ def is_stream(loader: Any) -> bool:
 def _refuse_unknown(loader: Any) -> None:
     from torch.utils.data import DataLoader
 
-    kind = type(loader)
+    kind: Any = type(loader)
+    if kind._get_iterator is not DataLoader._get_iterator:  # torch_geometric's loaders of neighbours
+        raise JobError(f"the {kind.__name__} changes what its collate_fn made, in an iterator of its own",
+                       hint="give data=loader.dataset, and a collate= that makes the whole batch; for torch_geometric: "
+                            "collate=lambda items: loader.filter_fn(loader.collate_fn(items))")
     if kind.__iter__ is not DataLoader.__iter__ and kind.__module__.partition(".")[0] != "torchdata":
         raise JobError(f"the {kind.__name__} has an __iter__ of its own, which may change or split its batches",
                        hint=_ITSELF)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import count, islice
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from paceline.errors import JobError, PacelineError, TrainingError, in_words
 from paceline.job import Job
 from paceline.job.arrays import Arrays
 from paceline.job.batches import Collate, as_pair, collated
-from paceline.job.loaders import Loading
+from paceline.job.loaders import Loading, Opened
 from paceline.job.phases import value_at
 from paceline.launch.failure import traced_cause, user_frames
 from paceline.launch.fork import die_with
@@ -32,6 +34,7 @@ from paceline.runtime.order import Order, Window, digest, split
 from paceline.runtime.streams import key_to_seed, seed_sample, seed_streams
 from paceline.runtime.upload import uploaded
 
+_LONGEST_TEMPORARY = 70  # bytes of a temporary folder in which multiprocessing can name a socket
 _EVALUATION = -1  # the epoch of an evaluation's windows: its samples come once
 
 
@@ -174,9 +177,14 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
 
 
 def _read_ahead(loaded: _Loaded, loading: Loading) -> DataLoader[MicroBatch | PacelineError]:
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TEMPORARY:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        get_temp_dir()  # multiprocessing keeps it, also for forks, and removes it with this process
+        tempfile.tempdir = before
+    data = loaded.cuts.data
     return DataLoader(loaded, batch_size=None, num_workers=loading.num_workers, prefetch_factor=loading.prefetch_factor,
                       timeout=loading.timeout_s, multiprocessing_context=loading.context,
-                      worker_init_fn=_WorkerInit(loading.init, loaded.cuts.data))
+                      worker_init_fn=_WorkerInit(loading.init, data.dataset if isinstance(data, Opened) else data))
 
 
 @dataclass(frozen=True)
