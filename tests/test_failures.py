@@ -104,6 +104,40 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+# --- What is explained -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("plan", "name"), [("single", "y"), ("tensor=2", "image"), ("pipeline=2", "y")])
+def test_items_of_a_sample_that_the_model_does_not_take(plan: str, name: str, run_dir: Path):
+    """A data set of dictionaries is told how its items reach the model, and how a target reaches the loss."""
+    data = [{"x" if name == "y" else name: torch.ones(4), "y": i % 2} for i in range(16)]
+    error = str(failing(a_job(data=data), run_dir, plan=plan))
+    assert f"unexpected keyword argument '{name}'" in error
+    assert f"called with its items {', '.join(data[0])} as keyword arguments" in error
+    assert "({'x': x}, y) or (x, y)" in error
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss])
+def test_a_loss_that_does_not_take_a_dictionary(loss: Any, run_dir: Path):
+    error = str(failing(a_job(data=[{"x": torch.ones(4)} for _ in range(16)], loss=loss), run_dir))
+    assert "the target is a dict of x. A sample that is no pair is its own target" in error
+
+
+@pytest.mark.parametrize("place", ["file", "model"])
+def test_a_process_group_of_the_jobs_own(place: str, tmp_path: Path, start_child: Any):
+    """A script for torchrun that was made into a job is told what to leave out."""
+    begin = (f"dist.init_process_group('gloo', store=dist.FileStore({str(tmp_path / 'store')!r}, 1), rank=0, "
+             "world_size=1)")
+    file = job_file(tmp_path, "import torch, torch.distributed as dist, paceline as pl\n"
+                    f"{begin if place == 'file' else ''}\n"
+                    f"def model():\n    {begin if place == 'model' else ''}\n    return torch.nn.Linear(4, 2)\n"
+                    "def job():\n    return pl.Job(model=model, data=(torch.ones(8, 4), torch.ones(8, 2)), batch=8, "
+                    "steps=1, loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named))\n")
+    child = start_child(lambda: paceline.train(str(file), "data=2", run=tmp_path / "run", restarts=0))
+    assert child.exit_code() == 1
+    assert "hint: ranks make torch's process group themselves: leave init_process_group out" in child.stderr
+
+
 # --- Requests that make no sense: refused before anything starts --------------------------------------------------
 
 

@@ -39,6 +39,10 @@ _LOADER_HINT = ("if nobody killed it, the kernel may have run out of memory (see
 # Errors of kernels. The host hears of them at a later call, which is then taken for their place.
 _LATE_WORDS = ("device-side assert", "illegal memory access", "misaligned address", "unspecified launch failure",
                "illegal instruction")
+# What torch says where a process makes its group again, and what to do: a script for torchrun was made into a job.
+_GROUP_WORDS = "initialize the default process group twice"
+_GROUP_HINT = ("ranks make torch's process group themselves: leave init_process_group out of the job, or put it under "
+               "`if __name__ == '__main__':`; 'paceline run' is for a script that keeps its own loop")
 _DEVICE_HINT = ("paceline doctor reads the errors of GPUs; --resume --devices NAMES goes on from the last checkpoint "
                 "on other ones, and --spares N keeps N of them for this")
 _LATE_HINT = ("a GPU's kernels run later than the lines that start them, so the place above may be wrong: "
@@ -148,6 +152,8 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
         trace = traced(error).rstrip()
     if message == text and isinstance(error, RuntimeError) and any(words in lowered for words in _LATE_WORDS):
         message = f"{text}\n\nhint: {_LATE_HINT}"
+    if isinstance(error, ValueError) and _GROUP_WORDS in text:
+        message = f"{text}\n\nhint: {_GROUP_HINT}"
     lost_device = isinstance(error, RuntimeError) and any(words in lowered for words in _DEVICE_WORDS)
     if lost_device:
         heard, message, trace = False, f"its GPU failed: {text.partition(chr(10))[0]}\n\nhint: {_DEVICE_HINT}", ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,9 +11,12 @@ import torch
 from paceline.errors import PacelineError
 from paceline.job import Job
 from paceline.job.batches import in_short
-from paceline.runtime.feed import DataShard, MicroBatch, is_stream, map_tensors
+from paceline.runtime.feed import DataShard, MicroBatch, example_batch, is_stream, map_tensors
 from paceline.runtime.order import Order, Window
 from paceline.strategies.layout import tensors_in
+
+_PAIRS = ("A sample that is no pair is its own target: let the data set, or collate=, give (input, target), for "
+          "example ({'x': x}, y) or (x, y)")
 
 
 @contextmanager
@@ -43,6 +46,16 @@ def sample_names(job: Job, part: DataShard, window: Window, microbatch: int) -> 
     return []
 
 
+def note_columns(error: TypeError, job: Job) -> None:
+    """Note on an error of a call how a sample that is a mapping reaches the model."""
+    if any(words in str(error) for words in ("keyword argument", "required positional argument")):
+        with suppress(Exception):  # as above
+            columns = example_batch(job, 1).input
+            if isinstance(columns, Mapping):
+                error.add_note(f"the input is a {type(columns).__name__}, and the model is called with its items "
+                               f"{', '.join(map(str, columns))} as keyword arguments. {_PAIRS}")
+
+
 def note_sample(error: Exception, criterion: Callable[[Any, Any], Any], output: Any, target: Any,
                 names: Sequence[int]) -> None:
     """Note on an error of a loss the first sample that it fails on by itself. On the CPU: a GPU whose kernel failed
@@ -50,6 +63,8 @@ def note_sample(error: Exception, criterion: Callable[[Any, Any], Any], output: 
 
     names: of the samples along dim 0.
     """
+    if isinstance(target, Mapping):
+        error.add_note(f"the target is a {type(target).__name__} of {', '.join(map(str, target))}. {_PAIRS}")
     outputs, targets, samples = list(tensors_in(output)), list(tensors_in(target)), len(names)
     if not (outputs and targets) or not all(tensor.device.type == "cpu" and tensor.ndim and len(tensor) == samples
                                             for tensor in (*outputs, *targets)):

@@ -32,9 +32,14 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     Raises:
         NotDeterministic: the plan says deterministic=yes, and the job uses an operator that has no deterministic form.
     """
+    from paceline.runtime.blame import note_columns
     from paceline.runtime.products import float32_products
 
     trainer = next((strategy.trainer for strategy in active(plan) if strategy.trainer), _LOOP)
     train = importlib.import_module(trainer).train_rank
     with repeatable(plan), float32_products(job, context):
-        return train(context, job, plan, settings)
+        try:
+            return train(context, job, plan, settings)
+        except TypeError as error:
+            note_columns(error, job)
+            raise
