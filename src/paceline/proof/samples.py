@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Subset, TensorDataset
 
-from paceline.errors import PlanRefused
+from paceline.errors import PacelineError, PlanRefused
 from paceline.job import Job
 from paceline.job.arrays import Arrays
 from paceline.job.batches import Collate
@@ -50,8 +50,9 @@ def refuse_memory(job: Job, readers: str) -> None:
             first, second = (in_a_fork(work, timeout_s=_TIMEOUT_S) for work in (alone, after))
             if first == second or first != in_a_fork(alone, timeout_s=_TIMEOUT_S):
                 continue
-        except RuntimeError as error:  # the run says more of it
-            print(f"note: whether {name} gives its samples alike in each epoch is not known: {error}", file=sys.stderr)
+        except (PacelineError, RuntimeError) as error:  # the run says more of it
+            print(f"note: whether {name} gives its samples alike in each epoch is not known: "
+                  f"{str(error).splitlines()[0]}", file=sys.stderr)
             continue
         raise PlanRefused(
             f"{name} gives other samples after some were read before: it has a memory of its own, such as a cache with "
