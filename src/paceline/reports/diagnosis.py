@@ -175,7 +175,7 @@ def _next(limit: str, record: RunRecord) -> str:
         MESSAGES: "paceline plan JOB prices plans that send less; --relaxed also compress= and local=",
         UNEXPLAINED: "--trace 5 measures the parts of a step",
         IDLE: "--trace 5 draws who waits for whom; shares=speed gives slower devices less",
-        OPTIMIZER: "a larger batch takes fewer updates a sample; shard= divides the update among ranks",
+        OPTIMIZER: "a larger batch takes fewer updates a sample; shard= or more servers divide the update",
         COMPUTING: ("paceline plan JOB prices more devices, lower precision and compiled blocks"
                     if record.plan.get("world_size", 1) == 1 else
                     "paceline plan JOB --scale 1..64 says what more devices would bring"),

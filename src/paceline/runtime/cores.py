@@ -20,6 +20,10 @@ class CoreWait:
     def ns(self) -> int:
         return _waited_ns() - self._before_ns
 
+    @property
+    def seconds(self) -> float:
+        return 1e-9 * self.ns
+
 
 def _waited_ns() -> int:
     try:

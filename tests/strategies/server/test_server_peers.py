@@ -36,8 +36,8 @@ from paceline.strategies.server.ranks.worker import Worker
 SECRET = b"s" * 32
 STEPS = 6
 PATIENCE_S = 20
-FIGURES = {"peak_memory_bytes": 1, "waited_for_step_s": 0.5, "waited_for_weights_s": 0.5, "pushed_bytes": 1,
-           "pulled_bytes": 2}
+FIGURES = {"peak_memory_bytes": 1, "core_wait_s": 0.0, "waited_for_step_s": 0.5, "waited_for_weights_s": 0.5,
+           "pushed_bytes": 1, "pulled_bytes": 2}
 GOOD: list[tuple[Role, dict[str, Any]]] = [
     (Role.CONTROL, {"idle": True, "deaths": 0, "measured": ["error"]}), (Role.CONTROL, {"alive": True}),
     (Role.CONTROL, {"told": 1, "loss": 0.5, "count": 3.0, "is_mean": True, "digest": 5}),
@@ -47,7 +47,7 @@ GOOD: list[tuple[Role, dict[str, Any]]] = [
     (Role.CONTROL, {"update": 4, "optimizer": "critic", "unused": ["critic.w"]}),
     (Role.CONTROL, {"left": FIGURES}), (Role.SERVER, {"held": 3, "squares": float("nan")}),
     (Role.SERVER, {"lost": 1, "incarnation": 5, "why": "it left"}), (Role.SERVER, {"alive": True}),
-    (Role.SERVER, {"left": {"peak_memory_bytes": 3}})]
+    (Role.SERVER, {"left": {"peak_memory_bytes": 3, "core_wait_s": 0.0}})]
 words = st.text(max_size=5)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | words,

@@ -836,8 +836,9 @@ class Coordinator(Server):
         if self.settings.run_dir is not None:
             state.export(self.shelf.model, self.settings.run_dir, step=self.step)
         self.context.beat("end")
-        reports = [{"peak_memory_bytes": self.memory.bytes()}, *self.final_figures.values(),
-                   *self.followers_left.values()]
+        reports = [{"peak_memory_bytes": self.memory.bytes(), "core_wait_s": self.core_wait.seconds},
+                   *self.final_figures.values(), *self.followers_left.values()]
+        core_wait_s = max(figures["core_wait_s"] for figures in reports)
         if any(device.kind == "cuda" for device in self.settings.devices):  # what servers hold is no GPU's
             reports = list(self.final_figures.values()) or reports
         return {
@@ -852,6 +853,7 @@ class Coordinator(Server):
             "validation_loss": self.evaluated.get("validation_loss"),
             "metrics": {name: value for name, value in self.evaluated.items() if name != "validation_loss"},
             "wall_s": time.monotonic() - self.started_s,
+            "core_wait_s": core_wait_s,
             "peak_memory_bytes": max(figures["peak_memory_bytes"] for figures in reports),
             "save_blocked_s": self.blocked_s,
             "staleness": {str(stale): count for stale, count in sorted(self.staleness.items())},

@@ -19,6 +19,7 @@ _True = Literal[True]
 
 class _ServerLeft(TypedDict):
     peak_memory_bytes: float
+    core_wait_s: float
 
 
 class _WorkerLeft(_ServerLeft):

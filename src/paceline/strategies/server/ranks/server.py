@@ -21,6 +21,7 @@ from paceline.runtime import state
 from paceline.runtime.checkpoint.read import Checkpoint
 from paceline.runtime.checkpoint.write import Writer, without_snapshots
 from paceline.runtime.copies import CopiedState, Copier, open_newest
+from paceline.runtime.cores import CoreWait
 from paceline.runtime.follow import follow
 from paceline.runtime.memory import PeakMemory
 from paceline.runtime.optimizers.schedule import check_monitored, step_by_metrics
@@ -58,7 +59,7 @@ class Server(ABC):
         self.turns = UpdateOrder(self.order, sync)
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.callback_states: list[dict[str, Any]] | None = None  # of a checkpoint, where this server knows them
-        self.memory = PeakMemory(context.device)
+        self.memory, self.core_wait = PeakMemory(context.device), CoreWait()
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.layout = fingerprint(shards)
         end = _LAST if job.models else self.turns.before(job.total_steps)
@@ -369,7 +370,7 @@ class Follower(Server):
             self.check_history(order["version"])
             if self.writer is not None:
                 self.writer.wait()
-            self.tell({"left": {"peak_memory_bytes": self.memory.bytes()}})
+            self.tell({"left": {"peak_memory_bytes": self.memory.bytes(), "core_wait_s": self.core_wait.seconds}})
             return None
         finally:
             self.is_over.set()

@@ -19,6 +19,7 @@ from paceline.launch.heap import KeptHeap
 from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.read import open_checkpoint
 from paceline.runtime.copies import open_copy
+from paceline.runtime.cores import CoreWait
 from paceline.runtime.evaluate import evaluation_sums, step_sums
 from paceline.runtime.feed import DataShard, MicroBatch, training_feed
 from paceline.runtime.folder import CHECKPOINTS
@@ -53,6 +54,7 @@ class Worker:
         context.beat("build")
         self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
         self.memory, self.heap = PeakMemory(context.device), KeptHeap(context.device.type)
+        self.core_wait = CoreWait()
         self.stepper = Stepper(job, plan, Mesh.of(plan, 0), context.device,
                                devices=settings.devices)
         shards = deal_out(self.stepper.model, self.stepper.optimizer, plan)
@@ -320,8 +322,8 @@ class Worker:
         self.has_looked_at_attributes = True
 
     def _figures(self) -> dict[str, Any]:
-        return {"peak_memory_bytes": self.memory.bytes(), "waited_for_step_s": self.waited_for_step_s,
-                "waited_for_weights_s": self.arrivals.waited_s,
+        return {"peak_memory_bytes": self.memory.bytes(), "core_wait_s": self.core_wait.seconds,
+                "waited_for_step_s": self.waited_for_step_s, "waited_for_weights_s": self.arrivals.waited_s,
                 "pushed_bytes": sum(link.connection.sent_bytes for link in self.links),
                 "pulled_bytes": sum(link.connection.received_bytes for link in self.links)}
 
