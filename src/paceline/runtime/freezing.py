@@ -54,15 +54,16 @@ class Freezing:
 
     def __init__(self, job: Job, model: torch.nn.Module) -> None:
         self.phases = frozen_names(job, model)
+        self.held = frozenset[str]()  # that are frozen until this changes, whatever the job says
 
     @property
     def changes(self) -> bool:
         """Whether a parameter is frozen in some steps and trained in others."""
-        return len(set(self.phases.values)) > 1
+        return bool(self.held) or len(set(self.phases.values)) > 1
 
     def at(self, step: int, epoch: int) -> frozenset[str]:
         """Names of those that are frozen in a step."""
-        return self.phases.at(step, epoch) if self.changes else frozenset()
+        return self.held | self.phases.at(step, epoch) if self.changes else frozenset()
 
     def let_go(self, parameters: Mapping[str, torch.nn.Parameter], step: int, epoch: int) -> None:
         """Drop the gradients of those that are frozen in a step."""

@@ -353,7 +353,7 @@ def mismatch(stepper: StateOwner, checkpoint: Checkpoint) -> str | None:
         return other
     for key in ("seed", "batch", "num_samples"):
         now = _batch(stepper.job) if key == "batch" else getattr(stepper.job, key)
-        if checkpoint.document.get(key) != now:
+        if checkpoint.document.get(key, now) != now:
             return f"its {key} was {checkpoint.document.get(key)} and this job's is {now}"
     kind, then = type(stepper.optimizer).__name__, checkpoint.document["optimizer"]["kind"]
     return f"its optimizer was {then} and this job's is {kind}" if kind != then else None
@@ -498,6 +498,28 @@ def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str
         slash = full_name.rfind("/", 0, slash)
     name, _, key = (full_name[:slash], "/", full_name[slash + 1:]) if slash > 0 else full_name.partition("/")
     return name, key
+
+
+def state_of_parameter(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """What an optimizer had for a parameter, whole, on the CPU."""
+    prefix = f"optimizer/{name}/"
+    stored = {full_name.removeprefix(prefix): full_name for full_name in checkpoint.tensors
+              if full_name.startswith(prefix)}
+    packed = from_text_tensor(checkpoint.read(stored.pop(_VALUES))) if _VALUES in stored else {}
+    values = {key: unpack(value, lambda key, like: checkpoint.read(stored.pop(key)), None)
+              for key, value in packed.items()}
+    return values | {key: checkpoint.read(full_name) for key, full_name in stored.items()}
+
+
+def take_over(owner: Any, changing: Mapping[str, Any]) -> None:
+    """Let an optimizer's groups and a schedule be as a `changing_document` says.
+
+    owner: has `optimizer` and `schedule`, which may be None.
+    """
+    for group, saved in zip(owner.optimizer.param_groups, changing["groups"], strict=True):
+        load_options(group, saved, {}, {})
+    if owner.schedule is not None:
+        load_schedules(owner.schedule, changing["schedule"], {}, {}, begun=(), step=0)
 
 
 @dataclass

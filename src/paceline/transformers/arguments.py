@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.errors import UsageError
@@ -21,14 +21,10 @@ _REFUSED = {
     "ddp_static_graph": "replicas are not DistributedDataParallel",
     "torch_compile": "compiling belongs to the plan: plan=\"... compile=blocks\"",
     "auto_find_batch_size": "the batch is part of the experiment; plan=\"... accumulate=K\" takes it in smaller pieces",
-    "neftune_noise_alpha": "its noise is drawn outside of the streams that ranks share",
-    "bf16_full_eval": "weights are evaluated as they are trained",
-    "fp16_full_eval": "weights are evaluated as they are trained",
     "torch_empty_cache_steps": "ranks keep the allocator's cache",
     "ignore_data_skip": "a resumed run goes on where the data was left",
     "full_determinism": "the plan says so: plan=\"... deterministic=yes\"",
     "debug": "its hooks would look at a model that is not trained here",
-    "enable_jit_checkpoint": "ranks save a checkpoint when they are asked to stop",
 }
 _WITHOUT_EFFECT = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_backend", "ddp_timeout",
                    "eval_accumulation_steps", "eval_use_gather_object", "average_tokens_across_devices",
@@ -37,9 +33,17 @@ _WITHOUT_EFFECT = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_backend", 
                    "logging_nan_inf_filter", "save_on_each_node", "log_on_each_node")
 _OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise")  # they step in hooks of backward, or see the whole model
 _SCHEDULES = ("greedy",)
-_EVENTS = ("on_pre_optimizer_step", "on_substep_end")
-_METHODS = {"training_step": "compute_loss", "get_batch_samples": "a data collator", "_run_epoch": "callbacks",
-            "evaluation_loop": "compute_metrics", "_inner_training_loop": "callbacks"}
+_METHODS = {  # that are not called, and what to do in their place
+    "training_step": "compute_loss", "get_batch_samples": "a data collator", "_prepare_inputs": "a data collator",
+    "_prepare_input": "a data collator", "_prepare_context_parallel_inputs": "a data collator",
+    "compute_loss_context_manager": "compute_loss", "autocast_smart_context_manager": "bf16 or fp16",
+    "_clip_grad_norm": "max_grad_norm", "_get_grad_norm": "a callback that reads the log",
+    "_wrap_model": "model_init", "_run_epoch": "callbacks", "_inner_training_loop": "callbacks",
+    "_prepare_for_training": "create_optimizer or create_scheduler", "evaluation_loop": "compute_metrics",
+    "_track_num_input_tokens": "include_num_input_tokens_seen", "_update_auto_batch_size": "plan=\"accumulate=K\"",
+    "_load_optimizer_and_scheduler": "callbacks", "_load_rng_state": "callbacks", "_load_scaler": "callbacks"}
+_AT_STEPS = ("log", "_maybe_log_save_evaluate", "_get_learning_rate")  # that are called between steps
+_LIBRARIES = ("paceline", "transformers", "trl", "builtins")
 
 
 def refuse(trainer: Any) -> None:
@@ -48,7 +52,8 @@ def refuse(trainer: Any) -> None:
     Raises:
         UsageError: an argument, callback or overridden method that is not honoured.
     """
-    problems = [*_arguments(trainer.args), *_methods(trainer), *_callbacks(trainer), *_model(trainer.model)]
+    problems = [*_arguments(trainer.args), *_methods(trainer), *_callbacks(trainer), *_model(trainer.model),
+                *_best_metric(trainer)]
     if problems:
         raise UsageError("; ".join(problems), hint="docs/transformers.md lists what this Trainer takes")
 
@@ -57,14 +62,18 @@ def refuse_plan(trainer: Any, plan: Plan) -> None:
     """
     Raises:
         UsageError: servers update the weights, and Trainer is told of each update by the rank that makes it. Or
-            predictions are to be generated, and no rank has the whole model.
+            predictions or noise are to be generated, and no rank has the whole model.
     """
     if not updates_on_ranks(plan):
         raise UsageError(f"under the plan '{plan}' servers update the weights, and a Trainer's ranks must do so",
                          hint=f"plan='data={plan.replicas}' trains as many replicas; a Job can train under servers")
-    if generates(trainer) and plan.axes.num_ranks(lambda axis: not axis.copies_weights) > 1:
+    is_cut = plan.axes.num_ranks(lambda axis: not axis.copies_weights) > 1
+    if generates(trainer) and is_cut:
         raise UsageError(f"predict_with_generate=True needs the whole model on each rank, and the plan is '{plan}'",
                          hint="plan='data=N', or evaluate the loss and generate after training")
+    if trainer.args.neftune_noise_alpha is not None and is_cut:
+        raise UsageError(f"neftune_noise_alpha={trainer.args.neftune_noise_alpha}: its hook needs the whole embedding "
+                         f"on each rank, and the plan is '{plan}'", hint="plan='data=N'")
 
 
 def updates_on_ranks(plan: Plan) -> bool:
@@ -94,8 +103,6 @@ def _arguments(arguments: Any) -> Iterator[str]:
     for name, why in _REFUSED.items():
         if _is_set(arguments, name):
             yield f"{name}={getattr(arguments, name)!r}: {why}"
-    if str(getattr(arguments, "include_num_input_tokens_seen", "no")) not in ("no", "False"):
-        yield "include_num_input_tokens_seen: batches are made on ranks, and their tokens are not counted"
     if arguments.train_sampling_strategy == "batch_rebalance":
         yield "train_sampling_strategy='batch_rebalance': it draws for a number of devices; use 'group_by_length'"
     optimizer, schedule = _text(arguments.optim), _text(arguments.lr_scheduler_type)
@@ -111,17 +118,24 @@ def _text(value: Any) -> str:
 
 def _methods(trainer: Any) -> Iterator[str]:
     for name, instead in _METHODS.items():
-        home = next(kind for kind in type(trainer).__mro__ if name in vars(kind))
-        if home.__module__.partition(".")[0] not in ("paceline", "transformers", "trl"):
-            yield f"{home.__name__} overrides {name}, which is not called here: use {instead}"
+        if _home(trainer, name) not in _LIBRARIES:
+            yield f"{type(trainer).__name__} overrides {name}, which is not called here: use {instead}"
+
+
+def _home(trainer: Any, name: str) -> str:
+    """The package of what stands for a method."""
+    if name in vars(trainer):
+        return ""
+    home = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), object)
+    return home.__module__.partition(".")[0]
 
 
 def _callbacks(trainer: Any) -> Iterator[str]:
     for callback in trainer.callback_handler.callbacks:
-        for event in _EVENTS:
-            if _is_of_user(callback) and overrides(callback, event):
-                yield (f"{type(callback).__name__}.{event}: callbacks run in this process, between steps; use "
-                       "on_step_end")
+        if trainer.args.gradient_accumulation_steps > 1 and _is_of_user(callback) and overrides(
+                callback, "on_substep_end"):
+            yield (f"{type(callback).__name__}.on_substep_end: the plan says how a batch is cut, and ranks don't stop "
+                   "between micro-batches; use on_step_end")
 
 
 def _is_of_user(callback: Any) -> bool:
@@ -136,7 +150,12 @@ def overrides(callback: Any, event: str) -> bool:
 
 
 def must_wait(trainer: Any, events: tuple[str, ...]) -> bool:
-    """Whether a callback of the user's does something at one of these events, so that ranks wait for it there."""
+    """Whether code may want something of ranks at one of these events, so that they wait for it there: a callback of
+    the user's, an overridden method that is called there, or Trainer itself."""
+    args = trainer.args
+    if args.enable_jit_checkpoint or args.include_num_input_tokens_seen != "no" or any(
+            _home(trainer, name) not in _LIBRARIES for name in _AT_STEPS):
+        return True
     return any(_is_of_user(callback) and any(overrides(callback, event) for event in events)
                for callback in trainer.callback_handler.callbacks)
 
@@ -148,3 +167,15 @@ def _model(model: Any) -> Iterator[str]:
         yield "the model was sharded when it was loaded: the plan does that; load it without distributed_config"
     if getattr(model, "is_quantized", False):
         yield "the model is quantized, which plans have not been tried with"
+
+
+def _best_metric(trainer: Any) -> Iterator[str]:
+    """A figure that no evaluation gives, where that is known."""
+    metric, sets = trainer.args.metric_for_best_model, trainer.eval_dataset
+    known = ["loss", "runtime", "samples_per_second", "steps_per_second"]
+    if isinstance(sets, Mapping):
+        known = [f"{each}_{name}" for each in sets for name in known]
+    is_told = trainer.compute_metrics is not None or _home(trainer, "evaluate") not in _LIBRARIES
+    is_told |= _text(trainer.args.eval_strategy) == "no"
+    if metric is not None and not is_told and str(metric).removeprefix("eval_") not in known:
+        yield (f"metric_for_best_model={metric!r}: without compute_metrics an evaluation gives {', '.join(known)}")

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.errors import CheckpointError
-from paceline.runtime import folder
-from paceline.transformers.experiment import OwnLossModel
+from paceline.runtime import folder, state
+from paceline.runtime.checkpoint.read import open_checkpoint
 
 _PLACE = "paceline"  # in a folder checkpoint-N
 _SCHEDULE, _FROZEN = "plateau.json", "frozen.json"
@@ -106,12 +106,20 @@ def drop(run_dir: Path, *, step: int) -> None:
     shutil.rmtree(_of_step(run_dir, step), ignore_errors=True)
 
 
-def load_weights(model: torch.nn.Module, run_dir: Path, *, is_wrapped: bool) -> None:
-    """Put what a run has saved last into the model."""
-    prefix = OwnLossModel.PREFIX if is_wrapped else ""
+def load_weights(model: torch.nn.Module, run_dir: Path, *, prefix: str) -> None:
+    """Put what a run has saved last into the model. prefix: of its names on ranks."""
     weights = {name.removeprefix(prefix): tensor for name, tensor in load_file(run_dir / folder.MODEL).items()}
     missing: Any = model.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys, missing.unexpected_keys
+
+
+def optimizer_state(model: torch.nn.Module, run_dir: Path, *, step: int, prefix: str) -> dict[Any, dict[str, Any]]:
+    """What a run has saved of its optimizer in a step, by parameter of the model; empty before the first."""
+    if not _of_step(run_dir, step).is_dir():
+        return {}
+    checkpoint = open_checkpoint(_of_step(run_dir, step), checksums=False)
+    return {parameter: kept for name, parameter in model.named_parameters()
+            if (kept := state.state_of_parameter(checkpoint, prefix + name))}
 
 
 def _of_step(run_dir: Path, step: int) -> Path:

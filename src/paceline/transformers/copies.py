@@ -13,8 +13,9 @@ from torch import nn
 def copied(model: nn.Module, *, shares_frozen: bool = False) -> nn.Module:
     """A deep copy of the model. shares_frozen: parameters that are not trained lie in the same memory.
 
-    `copy.deepcopy` leaves functions as they are. A forward that a library puts in place of a module's own often holds
-    the one before it: that of the original module, whose weights the copy would then use.
+    `copy.deepcopy` leaves the hooks of parameters behind, and functions as they are. A forward that a library puts in
+    place of a module's own often holds the one before it: that of the original module, whose weights the copy would
+    then use.
     """
     memo: dict[int, Any] = _sharing(model) if shares_frozen else {}
     twin = copy.deepcopy(model, memo)
@@ -22,6 +23,13 @@ def copied(model: nn.Module, *, shares_frozen: bool = False) -> nn.Module:
         forward = vars(module).get("forward")
         if forward is not None:
             module.forward = _twin(forward, memo)
+    for parameter in model.parameters():
+        made: nn.Parameter = memo[id(parameter)]
+        if made.requires_grad:
+            for hook in (parameter._backward_hooks or {}).values():
+                made.register_hook(_twin(hook, memo))
+            for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+                made.register_post_accumulate_grad_hook(_twin(hook, memo))
     return twin
 
 

@@ -7,18 +7,19 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from paceline.errors import UsageError
 from paceline.job import Job, Precision
 from paceline.job.losses import IGNORED, OwnLoss
 from paceline.proof.plain import rows
 from paceline.transformers.copies import copied
+from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
 from paceline.transformers.means import MeanCheck
 from paceline.transformers.optimizers import Recipe, follows_evaluations, schedule_of
 
@@ -27,25 +28,25 @@ _NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients that it 
 
 def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
     """The experiment that a Trainer describes. loader: what its `get_train_dataloader` made."""
-    args, sampler = trainer.args, None
-    is_stream = isinstance(loader.dataset, IterableDataset)
+    args, sampler, parts = trainer.args, None, _parts(trainer, loader)
+    is_stream = isinstance(parts["data"], IterableDataset)
     if not is_stream:
-        drawn, batch = _sampler(loader), args.per_device_train_batch_size
-        sampler = EpochSampler(drawn, len(loader) * batch if args.dataloader_drop_last else len(drawn), seed=args.seed)
-    prefix = OwnLossModel.PREFIX if computes_own_loss(trainer) else ""
+        drawn = loader.batch_sampler.sampler
+        batch, drops_last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
+        sampler = EpochSampler(drawn, len(loader) * batch if drops_last else len(drawn), seed=args.seed)
     return Job(
-        **_parts(trainer, loader), sampler=sampler, steps=steps,
-        optimizer=Recipe.of(trainer.optimizer, trainer.model, prefix=prefix),
+        **parts, sampler=sampler, steps=steps,
+        optimizer=Recipe.of(trainer.optimizer, trainer.model, prefix=prefix_of(trainer)),
         lr_schedule=None if follows_evaluations(trainer) else (
             lambda optimizer: schedule_of(trainer, optimizer, steps=steps)),
-        batch=_batch(args),
+        batch=_batch(args, loader),
         clip=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else _NO_LIMIT,
-        drop_last=is_stream and args.dataloader_drop_last)
+        drop_last=isinstance(parts["data"], CountedStream) and parts["data"].drop_last)
 
 
 def evaluation_of(trainer: Any, loader: Any) -> Job:
     """A job to evaluate with, never to train. loader: what `get_eval_dataloader` made."""
-    parts, batch = _parts(trainer, loader), _batch(trainer.args)
+    parts, batch = _parts(trainer, loader), trainer.args.per_device_train_batch_size
     data = parts["data"]
     if not isinstance(data, IterableDataset) and 0 < len(data) < batch:  # a plan wants a sample for each replica
         parts["data"] = Subset(data, [place % len(data) for place in range(batch)])
@@ -56,18 +57,33 @@ def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
     """What training and evaluation have in common."""
     separates = separates_labels(trainer)
     loss = (CallersLoss() if computes_own_loss(trainer) else SeparateLoss(trainer) if separates else
-            None if trainer._loss_shifts_labels or not trainer.model_accepts_loss_kwargs else ModelsLoss(trainer))
-    data = loader.dataset
-    if isinstance(data, IterableDataset):
-        data = CountedStream(data, batch=_batch(trainer.args), drop_last=trainer.args.dataloader_drop_last)
-    return {"model": ModelOf(trainer), "data": data, "collate": Collated(loader.collate_fn, separates),
+            ModelsLoss(trainer))
+    data: Any
+    if _draws_batches(loader):
+        data, collate = LoaderStream(loader, trainer.args), joined
+    else:
+        data, collate = loader.dataset, loader.collate_fn
+    if isinstance(data, IterableDataset) and not isinstance(data, LoaderStream):
+        data = CountedStream(data, batch=_batch(trainer.args, loader), drop_last=loader.drop_last)
+    return {"model": ModelOf(trainer), "data": data, "collate": Collated(collate, separates),
             "loss": loss, "precision": precision_of(trainer.args), "seed": trainer.args.seed}
 
 
-def _batch(args: Any) -> int:
+def _batch(args: Any, loader: Any) -> int:
     """The global batch: the number of devices is not part of the experiment."""
-    size: int = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return size
+    sampler = getattr(loader, "batch_sampler", None)
+    size = (getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
+            or args.per_device_train_batch_size)
+    return int(size * args.gradient_accumulation_steps)
+
+
+def _draws_batches(loader: Any) -> bool:
+    """Whether a loader itself says which samples are a batch, and not a sampler or the order of a stream."""
+    if not isinstance(loader, DataLoader):
+        return True
+    if isinstance(loader.dataset, IterableDataset):
+        return loader.batch_size is None
+    return not hasattr(loader.batch_sampler, "sampler") or not hasattr(loader.batch_sampler, "batch_size")
 
 
 def precision_of(args: Any) -> Precision:
@@ -75,14 +91,6 @@ def precision_of(args: Any) -> Precision:
     if args.fp16:
         return "fp16"
     return "bf16" if args.bf16 else "tf32" if args.tf32 else "float32"
-
-
-def _sampler(loader: Any) -> Any:
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    if sampler is None:
-        raise UsageError(f"the training data is drawn by a {type(loader.batch_sampler).__name__}, which draws batches",
-                         hint="a global batch is cut by the plan: give a sampler that draws one sample at a time")
-    return sampler
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,82 @@ class CountedStream(IterableDataset[Any]):
                 return EpochPlace(epoch, step, step == steps)
             step -= steps
         return EpochPlace(len(self._lengths), step, False)
+
+
+class LoaderStream(IterableDataset[Any]):
+    """The samples of what a loader gives, by steps: one pass has those of one step's batches.
+
+    Torch's global generator, which a loader may draw from, is as Trainer seeds it and nothing else draws.
+    """
+
+    def __init__(self, loader: Any, args: Any) -> None:
+        self.loader, self.accumulated, self.seed = loader, args.gradient_accumulation_steps, args.seed
+        self.most, self.step, self._read = _batch(args, loader), 0, 0
+        if hasattr(loader, "__next__"):
+            raise UsageError(f"the {type(loader).__name__} that get_train_dataloader gives can be read once",
+                             hint="each epoch, and each rank, reads it: give what has an __iter__")
+        self._steps, self._latest = self._by_steps(), list[dict[str, Any]]()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which step is next; a run takes each pass for an epoch."""
+        self.step = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._read <= self.step:
+            self._latest, self._read = next(self._steps), self._read + 1
+        sizes = [batch_size(batch) for batch in self._latest]
+        if sum(sizes) > self.most:
+            raise UsageError(f"the {type(self.loader).__name__} gives batches of {sizes} samples for a step, more than "
+                             f"{self.most}, which per_device_train_batch_size and gradient_accumulation_steps say",
+                             hint="let per_device_train_batch_size be that of its largest batch")
+        for batch, size in zip(self._latest, sizes, strict=True):
+            if not is_cut_by_sample(batch, size):
+                raise UsageError(f"a batch of the {type(self.loader).__name__} has an item without a part for each of "
+                                 f"its {size} samples, and a plan cuts batches",
+                                 hint="a DataLoader with a data set and a collate_fn collates what each rank has")
+            yield from (samples_of(batch, range(place, place + 1), size) for place in range(size))
+
+    def _by_steps(self) -> Iterator[list[dict[str, Any]]]:
+        drawn = torch.Generator().manual_seed(self.seed).get_state()
+        length = len(self.loader) if hasattr(self.loader, "__len__") else None
+        for epoch in count():
+            if hasattr(self.loader, "set_epoch"):
+                self.loader.set_epoch(epoch)
+            batches, of_step, is_empty = None, list[dict[str, Any]](), True
+            while True:
+                before = torch.get_rng_state()
+                torch.set_rng_state(drawn)
+                batches = islice(iter(self.loader), length) if batches is None else batches  # no further, as Trainer
+                batch = next(batches, None)
+                drawn = torch.get_rng_state()
+                torch.set_rng_state(before)
+                of_step, is_empty = [*of_step, *([] if batch is None else [dict(batch)])], is_empty and batch is None
+                if of_step and (batch is None or len(of_step) == self.accumulated):
+                    yield of_step
+                    of_step = []
+                if batch is None:
+                    break
+            if is_empty:
+                raise UsageError(f"the {type(self.loader).__name__} gave no batch in epoch {epoch}")
+
+
+def joined(samples: list[Any]) -> Any:
+    """A batch of samples that were cut from batches.
+
+    Raises:
+        UsageError: they are not of one size.
+    """
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: joined([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(item for sample in samples for item in sample)
+    if not isinstance(first, torch.Tensor) or not first.ndim:
+        return first
+    if len({sample.shape[1:] for sample in samples}) > 1:
+        raise UsageError(f"batches of one step have samples of {first.shape[1:]} and of other sizes",
+                         hint="gradient_accumulation_steps=1, or a DataLoader with a data set and a collate_fn")
+    return torch.cat(samples)
 
 
 class EpochSampler:
@@ -183,9 +267,14 @@ def computes_own_loss(trainer: Any) -> bool:
     return type(trainer).compute_loss is not transformers.Trainer.compute_loss
 
 
+def prefix_of(trainer: Any) -> str:
+    """Of the model's names on ranks."""
+    return OwnLossModel.PREFIX if computes_own_loss(trainer) else ""
+
+
 def frozen_names(trainer: Any) -> list[str]:
     """Weights that are not trained, by their names on ranks."""
-    prefix = OwnLossModel.PREFIX if computes_own_loss(trainer) else ""
+    prefix = prefix_of(trainer)
     return [prefix + name for name, parameter in trainer.model.named_parameters() if not parameter.requires_grad]
 
 
@@ -228,7 +317,7 @@ def _shifts(trainer: Any) -> bool:
 
 
 class ModelsLoss:
-    """(output, batch) -> the model's own loss, as (sum, count by Trainer's rule).
+    """(output, batch) -> the model's own loss, which may be the first of a tuple, as (sum, count by Trainer's rule).
 
     Trainer counts the labels that it thinks the loss is over. Of GPT-2, whose loss does without each sample's first
     label, it counts these, too (transformers 5.23), and so divides by more.
@@ -236,10 +325,15 @@ class ModelsLoss:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.loss = trainer, OwnLoss()
+        self.counts_itself = trainer._loss_shifts_labels or not trainer.model_accepts_loss_kwargs
 
     def __call__(self, output: Any, batch: Mapping[str, Any]) -> Any:
+        if isinstance(output, tuple | list):
+            output = dict(zip(("loss", "logits"), output, strict=False))
         loss = self.loss(output, batch)
-        count = count_items(self.trainer, batch) if isinstance(loss, tuple) else None
+        if self.counts_itself or not isinstance(loss, tuple):
+            return loss
+        count = count_items(self.trainer, batch)
         return loss if count is None else (loss[0], count)
 
 

@@ -34,14 +34,19 @@ class Recipe:
         """prefix: of the names of the model's parameters on ranks.
 
         Raises:
-            UsageError: it is no optimizer of torch, has taken steps, or has parameters that are not the model's.
+            UsageError: it is no optimizer of torch, has taken steps or hooks, or has parameters that are not the
+                model's.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what Accelerate has wrapped
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"the optimizer is a {type(optimizer).__name__} and not a torch.optim.Optimizer")
-        if optimizer.state:
+        if any(float(state.get("step", 1)) for state in optimizer.state.values()):
             raise UsageError(f"the {type(optimizer).__name__} has taken steps already, and ranks would begin without "
                              "its state", hint="resume_from_checkpoint= goes on from a checkpoint")
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise UsageError(f"the {type(optimizer).__name__} has step hooks, and ranks make it again without them",
+                             hint="a callback's on_optimizer_step sees each update; a create_optimizer that returns a "
+                                  "subclass of the optimizer has its step() on ranks")
         names = {id(p): prefix + name for name, p in model.named_parameters()}
         unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         if unknown:

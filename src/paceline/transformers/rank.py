@@ -17,6 +17,7 @@ from paceline.runtime.feed import DataShard, MicroBatch, map_tensors
 from paceline.runtime.order import Order
 from paceline.runtime.prepare import autocast
 from paceline.runtime.stepper import Stepper
+from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
 from paceline.transformers.experiment import (
     CountedStream,
     ModelsLoss,
@@ -24,6 +25,7 @@ from paceline.transformers.experiment import (
     SeparateLoss,
     count_items,
     frozen_names,
+    prefix_of,
 )
 from paceline.transformers.generation import heard_generation
 from paceline.transformers.wire import decode, encode
@@ -59,8 +61,9 @@ class TrainerRank:
         "evaluate": answer with loss, what that is a mean over, logits and labels of this rank's part of "inputs".
             "generation", if given, has the options of the model's `generate` from now on.
         "save": a checkpoint and the model by itself, in the run folder, without frozen weights: the script has them.
-        "count": answer with floating-point operations that this rank's samples took, as Trainer counts them.
-        "rates": learning rates of the optimizer's groups from now on.
+        "count": answer with floating-point operations and input tokens of this rank's samples, as Trainer counts them.
+        "change": options of the optimizer, the schedule's state, the names of frozen weights and attributes of modules
+            are those of "told" from now on.
         "end": the run ends after this step.
         "abandon": leave at once; it may come at any time.
     """
@@ -69,19 +72,20 @@ class TrainerRank:
                  shares: tuple[int, ...], prepare: Callable[[Any, Any], Any] | None) -> None:
         self.trainer, self.context, self.connection = trainer, context, connection
         self.run_dir, self.shares = run_dir, shares
-        self.until, self.is_over, self.rate = 0, False, float("nan")
+        self.until, self.is_over = 0, False
         self._writer: Writer | None = None
         self._prepare = prepare
         self._operations = 0.0
+        trainer.state.num_input_tokens_seen = 0  # of this rank
 
     def initial(self, stepper: Any) -> None:
         """Before the first step: told where to wait first."""
-        self._say({"ready": True})
+        self._say({"options": state.changing_document(stepper, step=0, samples=0)})
         self._obey(stepper, self.context.step - 1)
 
     def serve(self, evaluated: Evaluated) -> None:
         """Without training: what is asked of a model, until the end."""
-        self._say({"ready": True})
+        self._say({"options": None})
         self._obey(evaluated, 0)
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
@@ -89,19 +93,19 @@ class TrainerRank:
         for batch in batches:
             if batch.samples and isinstance(batch.input, Mapping):
                 self._operations += self.trainer.floating_point_ops(batch.input)
+                self.trainer._track_num_input_tokens(batch.input)
 
     def gradients(self, step: int, stepper: Any) -> None:
-        """The learning rate is that of the update which is next."""
-        rate = stepper.optimizer.param_groups[0]["lr"]
-        self.rate = float(rate)
+        """Not looked at."""
 
     def weights(self, step: int, stepper: Any, loss: float) -> bool:
         """Tell of a step, and wait where this rank is to. Returns whether the run ends here."""
         data = stepper.job.data
         place = data.place(step + 1) if isinstance(data, CountedStream) else None
         if self.context.rank == 0:
-            self._say({"step": step + 1, "loss": loss, "learning_rate": self.rate,
-                       "grad_norm": stepper.gradient_norm, "place": place and asdict(place)})
+            self._say({"step": step + 1, "loss": loss, "grad_norm": stepper.gradient_norm,
+                       "place": place and asdict(place),
+                       "options": state.changing_document(stepper, step=0, samples=0)})
         if step + 1 >= self.until or (place is not None and place.is_last) or self.connection.poll():
             self._obey(stepper, step + 1)
         return self.is_over
@@ -123,15 +127,25 @@ class TrainerRank:
                     self._say({"saved": step})
                 case "count":
                     is_counted = stepper.mesh.is_first_of_same_loss
-                    self._say({"operations": self._operations if is_counted else 0.0})
-                case "rates":
-                    for group, rate in zip(stepper.optimizer.param_groups, order["rates"], strict=True):
-                        group["lr"] = rate
+                    tokens = self.trainer.state.num_input_tokens_seen
+                    self._say({"operations": self._operations, "tokens": tokens} if is_counted else {})
+                case "change":
+                    self._change(stepper, order["told"])
                 case "end":
                     self.is_over = True
                     return
                 case "abandon":
                     raise PeerLost("the process that controls the run gave it up")
+
+    def _change(self, stepper: Stepper, told: Mapping[str, Any]) -> None:
+        prefix = prefix_of(self.trainer)
+        state.take_over(stepper, told)
+        stepper.freezing.held = frozenset(prefix + name for name in told["frozen"])
+        stepper.freezing.refuse_kept(stepper.kept())
+        modules = dict(stepper.model.named_modules())
+        for name, value in told["attributes"].items():
+            path, _, attribute = (prefix + name).rpartition(".")
+            setattr(modules[path], attribute, value)
 
     def _next_order(self) -> dict[str, Any]:
         """Waits with signs of life: callbacks may take long."""
@@ -152,6 +166,7 @@ class TrainerRank:
                                   attempt=f"{context.attempt}-trainer")
         frozen = {f"parameters/{name}" for name in frozen_names(self.trainer)}
         document = state.document(stepper, step=step, samples=samples_until(stepper.job, step), left_out=frozen)
+        del document["batch"], document["num_samples"]  # Trainer goes on by steps, whatever one has
         pieces = (piece for piece in state.pieces(stepper) if piece.name not in frozen)
         self._writer.save(step, pieces, document, snapshot=False)
         self._writer.wait()
@@ -162,12 +177,11 @@ class TrainerRank:
         """This rank's part of a batch of samples. Collective."""
         inputs, layout, mesh = order["inputs"], stepper.layout, stepper.mesh
         total = batch_size(inputs)
-        (cut,) = DataShard(self.shares, mesh.replica, 1).cuts(total)
+        can_be_cut = is_cut_by_sample(inputs, total)
+        (cut,) = DataShard(self.shares if can_be_cut else (1,), mesh.replica if can_be_cut else 0, 1).cuts(total)
         if not cut and not layout.meets_in_forward:
             return {}
-        used = cut or range(1)
-        part = {key: value[used.start:used.stop] if is_batched(value, total) else value
-                for key, value in inputs.items()}
+        part = samples_of(inputs, cut or range(1), total)
         calls = _Calls(stepper, len(cut))
         was_training = stepper.model.training
         stepper.model.eval()
@@ -179,7 +193,8 @@ class TrainerRank:
                 answer = self._predicted(calls, part, order)
         finally:
             stepper.model.train(was_training)
-        return answer if cut and mesh.is_first_of_same_loss else {}
+        answers = mesh.is_first_of_same_loss and (can_be_cut or mesh.replica == 0)
+        return answer if cut and answers else {}
 
     def _predicted(self, calls: _Calls, part: dict[str, Any], order: Mapping[str, Any]) -> dict[str, Any]:
         """Loss, logits and labels by Trainer's own rules."""
@@ -189,16 +204,17 @@ class TrainerRank:
             trainer._gen_kwargs = heard_generation(order["generation"])
         if generates(trainer):
             trainer.model = calls.stepper.model  # its `generate` is called, with the weights of the moment
-        accepts = trainer.model_accepts_loss_kwargs
+        accepts, loss_of_job = trainer.model_accepts_loss_kwargs, calls.stepper.job.loss
         if isinstance(calls.stepper.model, OwnLossModel):  # of this rank's trainer alone
             trainer.compute_loss = calls.own_loss
-        elif isinstance(calls.stepper.job.loss, SeparateLoss | ModelsLoss):
+        elif isinstance(loss_of_job, SeparateLoss) or (
+                isinstance(loss_of_job, ModelsLoss) and not loss_of_job.counts_itself):
             trainer.compute_loss = calls.loss_of_job
         else:
             trainer.model_accepts_loss_kwargs = False  # the model's own mean, which a layout computes as in training
         try:
-            loss, logits, labels = trainer.plain_prediction_step(
-                calls, part, order["prediction_loss_only"], order["ignore_keys"])
+            loss, logits, labels = type(trainer).prediction_step(
+                trainer, calls, part, order["prediction_loss_only"], order["ignore_keys"])
         finally:
             trainer.model, trainer.model_accepts_loss_kwargs = model, accepts
             vars(trainer).pop("compute_loss", None)
@@ -215,7 +231,8 @@ def generates(trainer: Any) -> bool:
 
 
 class _Calls:
-    """Stands for the model in Trainer's code: runs the rank's layout of it, in the job's numeric context."""
+    """Stands for the model in Trainer's code: runs the rank's layout of it, in the job's numeric context. What else is
+    asked of it is the model's own, whose weights this rank may have a part of."""
 
     def __init__(self, stepper: Stepper | Evaluated, samples: int) -> None:
         self.stepper, self.samples = stepper, samples
@@ -227,6 +244,10 @@ class _Calls:
         with autocast(stepper.job, stepper.device):
             output = stepper.layout.forward(batch)
         return map_tensors(lambda tensor: tensor.float() if tensor.dtype in _HALVES else tensor, output)
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.stepper.model
+        return getattr(model.model if isinstance(model, OwnLossModel) else model, name)
 
     def own_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
         """What a subclass computes in the forward of `OwnLossModel`."""
@@ -258,16 +279,6 @@ class _Outputs(dict[str, Any]):
 
 
 _HALVES = (torch.float16, torch.bfloat16)  # Accelerate returns outputs of autocast in float32
-
-
-def batch_size(inputs: Mapping[str, Any]) -> int:
-    """Samples of a batch: its first tensor's size along dim 0."""
-    return next(len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim())
-
-
-def is_batched(value: Any, size: int) -> bool:
-    """Whether an item of a batch has a part for each sample."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size
 
 
 def samples_until(job: Any, step: int) -> int:

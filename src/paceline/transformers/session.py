@@ -76,7 +76,8 @@ class Session:
     """Ranks at work. They are started and supervised on a thread, so that callbacks run on the caller's own. They are
     forks of this process, or of a fresh one if this process has used CUDA.
 
-    step: that the ranks have told of last. is_waiting: whether they wait for orders.
+    step: that the ranks have told of last. is_waiting: whether they wait for orders. options: of their optimizer and
+        schedule when they began; None of ranks that only evaluate.
     """
 
     def __init__(self, trainer: Any, run: Callable[[Follow], Any], *, shares: tuple[int, ...],
@@ -97,7 +98,8 @@ class Session:
 
         self._thread = threading.Thread(target=supervise, name="ranks", daemon=True)
         self._thread.start()
-        self._hear(range(world_size))  # that they have copies: what changes here from now on changes nothing there
+        # That they have copies: what changes here from now on changes nothing there.
+        self.options: dict[str, Any] | None = self._hear(range(world_size))[0]["options"]
 
     def go(self, until: int) -> None:
         """Let the ranks take steps up to this one, after which they wait."""
@@ -105,8 +107,8 @@ class Session:
         self._until, self.is_waiting = until, False
 
     def next_step(self) -> dict[str, Any]:
-        """What is known of the next step, once it is taken: step, loss, learning_rate, grad_norm, and its `EpochPlace`
-        in a stream."""
+        """What is known of the next step, once it is taken: step, loss, grad_norm (None if it was skipped), the options
+        of optimizer and schedule after it, and its `EpochPlace` in a stream."""
         report: dict[str, Any] = self._hear([0])[0]
         place = report["place"] = report["place"] and EpochPlace(**report["place"])
         self.step = report["step"]
@@ -120,14 +122,16 @@ class Session:
         self._tell({"do": "evaluate", "inputs": inputs, "generation": generation, **options})
         return [answer for answer in self._hear(range(len(self._pipes))) if answer]
 
-    def operations(self) -> float:
-        """Floating-point operations of the steps since the ranks were started, as Trainer counts them."""
+    def counts(self) -> dict[str, float]:
+        """Floating-point operations and input tokens of the steps since the ranks were started, as Trainer counts them.
+        """
         self._tell({"do": "count"})
-        return float(sum(answer["operations"] for answer in self._hear(range(len(self._pipes)))))
+        answers = self._hear(range(len(self._pipes)))
+        return {name: sum(answer.get(name, 0) for answer in answers) for name in ("operations", "tokens")}
 
-    def set_rates(self, rates: Sequence[float]) -> None:
-        """The learning rates of the optimizer's groups from the next step on."""
-        self._tell({"do": "rates", "rates": list(rates)})
+    def change(self, told: dict[str, Any]) -> None:
+        """What `Lent.changes` gives holds from the next step on."""
+        self._tell({"do": "change", "told": told})
 
     def save(self) -> None:
         """Let the ranks write a checkpoint and the model."""

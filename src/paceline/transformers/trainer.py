@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import TrainingArguments
+from transformers.trainer import logger
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from paceline.errors import UsageError
@@ -24,8 +25,9 @@ from paceline.planner.resolve import resolve
 from paceline.plans import Plan
 from paceline.transformers import arguments, checkpoints
 from paceline.transformers.devices import bring_to_cpu, use_cpu
-from paceline.transformers.experiment import EpochPlace, computes_own_loss, evaluation_of, job_of
+from paceline.transformers.experiment import EpochPlace, LoaderStream, evaluation_of, job_of, prefix_of
 from paceline.transformers.launched import stand_alone
+from paceline.transformers.lent import Lent
 from paceline.transformers.optimizers import follows_evaluations
 from paceline.transformers.session import Session, serve
 from paceline.verbs.chosen import is_auto
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 else:
     _AnyTrainer = object  # a Trainer comes after it among the bases of a class
 
-_STEP_EVENTS = ("on_step_begin", "on_step_end", "on_optimizer_step", "on_log")
+_STEP_EVENTS = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log")
 _PLAN = "PACELINE_PLAN"
 
 
@@ -44,8 +46,8 @@ class PlannedTraining(_AnyTrainer):
     """What makes a Trainer train and evaluate under a plan; to stand before it among the bases of a class.
 
     Callbacks, logs, checkpoints and metrics stay in the process that calls `train`. Ranks, which it starts, take the
-    steps. `self.model` has the trained weights after `train`, and those of the moment in `on_save`, `on_train_end` and,
-    if a callback is there for it, in `on_evaluate` and `on_epoch_end`.
+    steps. `self.model` and `self.optimizer` have the weights and the state of the moment wherever a callback or an
+    overridden method looks at them; what these change of options and schedule is followed.
 
     Args:
         plan: A plan or its text; by default the environment's PACELINE_PLAN, else a replica for each process that a
@@ -70,8 +72,10 @@ class PlannedTraining(_AnyTrainer):
             _PLAN, None if num_launched is None else f"data={num_launched}")
         self.devices, self.run = devices, run
         self._session: Session | None = None
+        self._lent: Lent | None = None
         self._plan_in_use: Plan | None = None
-        self._weights_step: int | None = None
+        self._weights_step: int | None = None  # of the weights in this process
+        self._saved_step: int | None = None  # that the run folder has a checkpoint of
         self._counted = 0.0  # operations that ranks have told of
         self._frozen: str | None = None  # the record of weights that are in no checkpoint
         training_args = options.get("args") or next(
@@ -84,13 +88,15 @@ class PlannedTraining(_AnyTrainer):
             use_cpu(self.args)
             self.create_accelerator_and_postprocess()
         bring_to_cpu(self.model)
+        self.current_gradient_accumulation_steps = 1  # a micro-batch on a rank is told of its own labels alone
         arguments.refuse(self)
         arguments.name_idle(self.args)
 
     def __getstate__(self) -> dict[str, Any]:
         """What ranks need in a process that is no fork of this one: neither events nor what ranks are told through."""
-        stays = ("callback_handler", "_session")
-        return {name: value for name, value in vars(self).items() if name not in stays} | {"_session": None}
+        stays = ("callback_handler", "_session", "_lent")
+        return {name: value for name, value in vars(self).items() if name not in stays} | {
+            "_session": None, "_lent": None}
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         """Nothing is computed in this process, so it needs no autocast."""
@@ -116,9 +122,11 @@ class PlannedTraining(_AnyTrainer):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = loader
         began_s = time.time()
-        self._initial_num_input_tokens_seen, self._initial_global_step = 0, self.state.global_step
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self.state.global_step
         self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, dtype=torch.float64), 0.0
         self._globalstep_last_logged = self.state.global_step
+        logger.info(f"***** Running training *****\n  Total optimization steps = {steps:,}")
         with self._ranks(job, resume_from_checkpoint) if self.state.global_step < steps else nullcontext():
             self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
             if args.eval_on_start:
@@ -144,14 +152,23 @@ class PlannedTraining(_AnyTrainer):
             if follows_evaluations(self):
                 checkpoints.bring_schedule(self.lr_scheduler, Path(resume_from_checkpoint))
         arguments.refuse_plan(self, request.resolved.plan)
-        self._counted, self._weights_step, self._plan_in_use, self._frozen = 0.0, None, request.resolved.plan, None
-        workers = self.args.dataloader_num_workers
-        with self._at_work(Session(
-                self, lambda follow: request.train(
-                    run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
-                    loader_workers=workers, restarts=0),  # new ranks would ask the script for what it has said
-                shares=request.resolved.shares, world_size=request.resolved.plan.world_size, step=step)):
-            yield
+        self._counted, self._weights_step, self._plan_in_use, self._frozen = 0.0, step, request.resolved.plan, None
+        self._saved_step = step if resume_from_checkpoint is not None else None
+        workers = 0 if isinstance(job.data, LoaderStream) else self.args.dataloader_num_workers
+        session = Session(
+            self, lambda follow: request.train(
+                run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
+                loader_workers=workers, restarts=0),  # new ranks would ask the script for what it has said
+            shares=request.resolved.shares, world_size=request.resolved.plan.world_size, step=step)
+        with self._at_work(session):
+            assert session.options is not None
+            self._lent = Lent(self.model, self.optimizer, None if follows_evaluations(self) else self.lr_scheduler,
+                              bring=self._bring_weights, read_state=self._read_state)
+            try:
+                with self._lent.lent(session.options):
+                    yield
+            finally:
+                self._lent = None
 
     def _named_plan(self, job: Job) -> str | Plan | None:
         """As it was given; the fastest where this process can't try plans in forks."""
@@ -188,30 +205,56 @@ class PlannedTraining(_AnyTrainer):
                                    world_size=resolved.plan.world_size, step=self.state.global_step)):
             yield
 
-    def _evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
-        """As Trainer does; ranks are told what a schedule makes of it."""
-        metrics: dict[str, float] = super()._evaluate(*args, **options)
-        if self._session is not None and follows_evaluations(self):
-            self._session.set_rates([group["lr"] for group in self.optimizer.param_groups])
-        return metrics
-
     def store_flos(self) -> None:
         """Where ranks wait, they say what they have counted since."""
         if self._session is not None and self._session.is_waiting:
-            counted = self._session.operations()
+            counted = self._session.counts()["operations"]
             self.state.total_flos += counted - self._counted
             self._counted = counted
 
     def _bring_weights(self) -> None:
         """Let `self.model` have the weights that ranks have now."""
         session, step = self._session, self.state.global_step
-        if session is None or self._weights_step == step:
+        if session is None or self._lent is None or self._weights_step == step:
             return
-        session.save()
-        checkpoints.load_weights(self.model, self.run_dir, is_wrapped=computes_own_loss(self))
-        if self._weights_step is not None:
-            checkpoints.drop(self.run_dir, step=self._weights_step)
+        with self._lent.being_filled():
+            self._save_ranks(session)
+            checkpoints.load_weights(self.model, self.run_dir, prefix=prefix_of(self))
         self._weights_step = step
+
+    def _tell_changes(self) -> None:
+        """Let ranks follow what code has changed here."""
+        assert self._session is not None and self._lent is not None
+        told = self._lent.changes()
+        if told is not None:
+            self._session.change(told)
+
+    def _save_ranks(self, session: Session) -> None:
+        """Let the run folder have a checkpoint of this step, and none before it."""
+        step = self.state.global_step
+        if self._saved_step != step:
+            self._tell_changes()
+            session.save()
+            if self._saved_step is not None:
+                checkpoints.drop(self.run_dir, step=self._saved_step)
+            self._saved_step = step
+
+    def _read_state(self) -> dict[Any, dict[str, Any]]:
+        """The optimizer's state that ranks have now, by parameter."""
+        self._bring_weights()
+        return checkpoints.optimizer_state(self.model, self.run_dir, step=self.state.global_step,
+                                           prefix=prefix_of(self))
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As Trainer does; a figure that is not there does not cost the steps so far."""
+        try:
+            is_best: bool = super()._determine_best_metric(metrics, trial)
+        except KeyError as error:
+            self._save_checkpoint(self.model, trial)
+            raise UsageError(f"metric_for_best_model={self.args.metric_for_best_model!r} is not among the figures of "
+                             f"the evaluation: {', '.join(metrics)}; checkpoint-{self.state.global_step} is saved",
+                             hint="name one of them, and go on with resume_from_checkpoint=True") from error
+        return is_best
 
     # --- Checkpoints --------------------------------------------------------------------------------------------
 
@@ -221,6 +264,8 @@ class PlannedTraining(_AnyTrainer):
         super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._session is not None:
+            self._save_ranks(self._session)
         checkpoints.keep(self.run_dir, Path(output_dir), step=self.state.global_step)
         if self._frozen is None:
             self._frozen = checkpoints.frozen_record(self.model)
@@ -240,31 +285,27 @@ class PlannedTraining(_AnyTrainer):
         """Trainer's own, by the ranks that train, or by ranks that are started for it."""
         if not self.accelerator._models:
             self.accelerator._models.append(self.model)  # nothing is to be prepared here
+        if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
+            self.model.to(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
         with self._evaluating(dataloader):
             prepare, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None  # ranks do it
+            self.prediction_step = self._told_prediction_step
             try:
                 return super().evaluation_loop(dataloader, *args, **options)
             finally:
                 self.preprocess_logits_for_metrics = prepare
+                del self.prediction_step
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool,
-                        ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
-        """Loss, logits and labels of a batch, each rank computing its part."""
-        if self._session is None:
-            raise RuntimeError("prediction_step runs on ranks: call evaluate() or predict()")
+    def _told_prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool,
+                              ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of a batch, each rank computing its part by `prediction_step`."""
+        assert self._session is not None
         answers = self._session.evaluate(dict(inputs), prediction_loss_only=prediction_loss_only,
                                          ignore_keys=ignore_keys)
         weight = sum(answer["weight"] for answer in answers)
         loss = None if answers[0]["loss"] is None else torch.tensor(
             sum(answer["loss"] * answer["weight"] for answer in answers) / max(weight, 1), dtype=torch.float32)
         return loss, *(_joined([answer[name] for answer in answers]) for name in ("logits", "labels"))
-
-    def plain_prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool,
-                              ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
-        """The Trainer's own, in this process."""
-        answer: tuple[Any, Any, Any] = super().prediction_step(
-            model, inputs, prediction_loss_only, ignore_keys)
-        return answer
 
 
 class Trainer(PlannedTraining, transformers.Trainer):
@@ -279,7 +320,8 @@ class _Progress:
         self.trainer, self.steps, self.steps_per_epoch, self.batches = trainer, steps, steps_per_epoch, batches
         self.trial, self.ignore_keys, self.began_s = trial, ignore_keys, began_s
         self.waits_each_step = arguments.must_wait(trainer, _STEP_EVENTS)
-        self.report: dict[str, Any] = {"grad_norm": None, "learning_rate": None}
+        self.gradient_norm: float | None = None
+        self.learning_rate: float | None = None
 
     def run(self) -> None:
         """Until the last step, or until a callback has it stop."""
@@ -295,22 +337,28 @@ class _Progress:
                 if trainer.control.should_epoch_stop:
                     raise UsageError("a callback set should_epoch_stop: an epoch under a plan has its samples once",
                                      hint="should_training_stop ends the run")
-            if arguments.must_wait(trainer, ("on_epoch_end",)):
-                trainer._bring_weights()
             trainer.control = handler.on_epoch_end(args, state, trainer.control)
             self._log_save_evaluate(place.epoch)
 
     def _step(self) -> EpochPlace:
-        trainer, session = self.trainer, self.trainer._session
+        trainer, session, lent = self.trainer, self.trainer._session, self.trainer._lent
         args, state, handler = trainer.args, trainer.state, trainer.callback_handler
         trainer.control = handler.on_step_begin(args, state, trainer.control)
         if session.is_waiting:
+            trainer._tell_changes()
             session.go(self._next_pause(state.global_step))
-        self.report = session.next_step()
-        trainer._tr_loss += self.report["loss"]
+        report = session.next_step()
+        trainer._tr_loss += report["loss"]
+        self.gradient_norm = report["grad_norm"]
+        with lent.updating() if self.waits_each_step else nullcontext():
+            trainer.control = handler.on_pre_optimizer_step(args, state, trainer.control)
         trainer.control = handler.on_optimizer_step(args, state, trainer.control)
+        self.learning_rate = trainer._get_learning_rate()
+        lent.step(report["options"], is_skipped=report["grad_norm"] is None)
         state.global_step += 1
-        place = self.report["place"] or self._place(state.global_step)
+        if args.include_num_input_tokens_seen != "no":
+            state.num_input_tokens_seen = trainer._initial_num_input_tokens_seen + session.counts()["tokens"]
+        place = report["place"] or self._place(state.global_step)
         state.epoch = place.epoch + min(place.step * args.gradient_accumulation_steps, self.batches) / self.batches
         trainer.control = handler.on_step_end(args, state, trainer.control)
         self._log_save_evaluate(place.epoch)
@@ -323,11 +371,9 @@ class _Progress:
 
     def _log_save_evaluate(self, epoch: int) -> None:
         trainer = self.trainer
-        if trainer.control.should_evaluate and arguments.must_wait(trainer, ("on_evaluate",)):
-            trainer._bring_weights()
         trainer._maybe_log_save_evaluate(
-            trainer._tr_loss, self.report["grad_norm"], trainer.model, self.trial, epoch, self.ignore_keys,
-            self.began_s, learning_rate=self.report["learning_rate"])
+            trainer._tr_loss, self.gradient_norm, trainer.model, self.trial, epoch, self.ignore_keys, self.began_s,
+            learning_rate=self.learning_rate)
 
     def _next_pause(self, step: int) -> int:
         """The step after which ranks wait: the next at which this process may want something of them."""
