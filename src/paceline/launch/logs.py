@@ -66,20 +66,22 @@ class Tee(io.TextIOBase):
 
     def _each(self, act: Callable[[Any], Any]) -> None:
         for stream in (self.file, self.terminal):
+            if stream is None:
+                continue
             try:
-                if stream is not None:
-                    act(stream)
+                act(stream)
             except OSError as error:
                 if stream is self.file and not self._has_told:
                     self._has_told = True
-                    logger.warning("can't write %s: %s; the run goes on without what it would hold", self.file.name,
+                    logger.warning("can't write %s: %s; the run goes on without what it would hold", stream.name,
                                    error.strerror)
 
     def isatty(self) -> bool:
         return self.terminal is not None and bool(self.terminal.isatty())
 
     def fileno(self) -> int:
-        return int((self.terminal or self.file).fileno())
+        stream: Any = self.terminal or self.file
+        return int(stream.fileno())
 
 
 class _Once(logging.Handler):
