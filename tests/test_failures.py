@@ -401,6 +401,59 @@ def test_a_disk_that_is_full_from_the_start(small_disk: Path):
         paceline.train(a_job(), "data=2", run=small_disk / "run")
 
 
+def fill(folder: Path) -> Path:
+    """Leave no room for a byte."""
+    filler = folder / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+def test_a_disk_that_fills_up_before_resume(small_disk: Path, tmp_path: Path):
+    """The path and the reason are told, without a traceback; the run goes on when there is room."""
+    path, run = job_file(tmp_path), small_disk / "run"
+    words = ["train", str(path), "--plan", "data=2", "--run", str(run)]
+    assert Command([*words, "--steps", "2"], os.environ, tmp_path / "first").wait() == 0
+    for name in ("summary.json", "model.safetensors", "predicted.json"):  # whose room --resume would get
+        (run / name).unlink()
+    filler = fill(small_disk)
+    full = Command([*words, "--resume"], os.environ, tmp_path / "full")
+    assert full.wait() == 1
+    told = full.stderr.read_text()
+    assert re.search(rf"error: can't write {run}/\w+\.json\w?: No space left on device\n\nhint: free some space", told)
+    assert "Traceback" not in told and "bug" not in told
+    filler.unlink()
+    assert Command([*words, "--resume"], os.environ, tmp_path / "again").wait() == 0
+
+
+def test_prints_that_fill_the_disk(small_disk: Path, capfd: pytest.CaptureFixture[str]):
+    """They end no run: it says once what it can't write, and saves when there is room."""
+    calls: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        print("x" * 400_000)
+        if len(calls) == 6:
+            for log in (small_disk / "run" / "logs").iterdir():
+                os.truncate(log, 0)
+        return F.cross_entropy(output, target)
+
+    assert paceline.train(a_job(loss=loss), "data=2", run=small_disk / "run")["steps"] == 6
+    assert 1 <= capfd.readouterr().err.count("No space left on device; the run goes on") <= 2  # by rank
+
+
+@pytest.mark.parametrize("fate", [lambda run: shutil.rmtree(run, ignore_errors=True),
+                                  lambda run: run.rename(run.with_name("elsewhere"))], ids=["removed", "renamed"])
+def test_a_run_folder_that_goes_away(run_dir: Path, fate: Callable[[Path], Any]):
+    """The run says so and stops; what was saved goes on under its new name."""
+    with pytest.raises(PacelineError, match=r"removed, renamed or unmounted") as raised:
+        paceline.train(a_job(loss=in_step(4, lambda: fate(run_dir))), "data=2", run=run_dir, save_every=2, restarts=0)
+    assert raised.value.exit_code == 1
+    if (elsewhere := run_dir.with_name("elsewhere")).exists():
+        assert paceline.train(a_job(), "data=2", run=elsewhere, resume=True)["steps"] == 6
+
+
 # --- Checkpoints that can't be used -------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ import typer
 
 import paceline
 from paceline.document import strict
-from paceline.errors import HostError, PacelineError, UsageError, on_windows, printable
+from paceline.errors import HostError, PacelineError, UsageError, on_full_disk, on_windows, printable
 from paceline.jobfile import JobFile
 from paceline.launch import environment
 from paceline.launch import hosts as launch_hosts
@@ -542,7 +542,7 @@ def _reported() -> Iterator[None]:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
     except Exception as error:
-        if (refusal := on_windows(error)) is not None:
+        if (refusal := on_windows(error) or on_full_disk(error)) is not None:
             _say(f"error: {refusal}", err=True)
             raise typer.Exit(refusal.exit_code) from None
         traceback.print_exc()

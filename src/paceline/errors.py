@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 import sys
 from collections.abc import Iterable
@@ -152,6 +153,14 @@ class Preempted(PacelineError):
     """The scheduler asked the run to stop; it saved a checkpoint and can be resumed."""
 
     exit_code = 5
+
+
+def on_full_disk(error: BaseException) -> CheckpointError | None:
+    """What to say of a disk that takes nothing any more; None for other errors."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return None
+    return CheckpointError(f"can't write {error.filename or 'a file'}: {error.strerror}",
+                           hint="free some space; --resume goes on from the last checkpoint then")
 
 
 def on_windows(error: BaseException) -> UsageError | None:

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.errors import OutOfMemory, PacelineError, PeerLost, Preempted, TrainingError, in_words, printable
+from paceline.errors import (
+    OutOfMemory,
+    PacelineError,
+    PeerLost,
+    Preempted,
+    TrainingError,
+    in_words,
+    on_full_disk,
+    printable,
+)
 from paceline.launch.heartbeats import Heartbeat
 
 # What torch's communication says, in a RuntimeError, on a rank whose peer went away.
@@ -134,6 +143,7 @@ def with_log(message: str, log: Path | None) -> str:
 
 def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     """The report of an exception. Paceline's own errors need no traceback: their message says it all."""
+    error = (None if user_frames(error)[0] else on_full_disk(error)) or error
     notes = getattr(error, "__notes__", [])
     text = "\n".join([in_words(error), *notes])
     lowered = text.lower()

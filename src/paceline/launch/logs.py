@@ -73,8 +73,8 @@ class Tee(io.TextIOBase):
             except OSError as error:
                 if stream is self.file and not self._has_told:
                     self._has_told = True
-                    logger.warning("can't write %s: %s; the run goes on without what it would hold", stream.name,
-                                   error.strerror)
+                    logger.warning("can't write %s: %s; the run goes on without what it would hold",
+                                   getattr(stream, "name", "its log"), error.strerror)
 
     def isatty(self) -> bool:
         return self.terminal is not None and bool(self.terminal.isatty())

@@ -417,8 +417,11 @@ def append_metrics(path: Path, figures: Mapping[str, Any]) -> None:
     """A line of metrics.jsonl.
 
     Raises:
-        CheckpointError: the file can't be written.
+        CheckpointError: the file can't be written, or its folder is not the run's any more.
     """
+    if not path.with_name(JOURNAL).exists():  # which is there before the first line
+        raise CheckpointError(f"the run folder {path.parent} is gone: it was removed, renamed or unmounted meanwhile",
+                              hint="--run DIR --resume goes on from its last checkpoint, where it is now")
     try:
         with open(path, "a") as file:
             file.write(json.dumps(figures) + "\n")

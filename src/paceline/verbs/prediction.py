@@ -127,7 +127,10 @@ def predict_once_started(board: HeartbeatTable, priced: Priced, run_dir: Path) -
         if board.over:
             return
         time.sleep(0.05)
-    apart_from_cuda(lambda: _predict(priced, run_dir))
+    try:
+        apart_from_cuda(lambda: _predict(priced, run_dir))
+    except OSError as error:  # a full disk, or no run folder any more, which ranks tell of
+        print(f"warning: can't write {run_dir / folder.PREDICTED}: {error.strerror}", file=sys.stderr)
 
 
 def _predict(priced: Priced, run_dir: Path) -> None:

@@ -626,6 +626,8 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         _remove(temp)
 
@@ -664,6 +666,8 @@ def _explained(error: Exception, failure: str, path: Path, needed_bytes: int) ->
         hint = f"raise the limit of a file's size, of this process (ulimit -f) or of what {folder} is on"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = f"make {folder} writable for this user, or use another folder (--run DIR)"
+    elif error.errno == errno.ENOENT:
+        hint = "was the run folder removed, renamed or unmounted? --run DIR --resume goes on where it is now"
     else:
         hint = f"check {error.filename or folder}"
     return CheckpointError(f"{failure} to {path}: {why}",
