@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -89,6 +90,47 @@ def records() -> paceline.Job:
     x, y = _tensors(SAMPLES).tensors
     return make_job(Scaled, loss=lambda output, given: output.square().mean(), optimizer=adamw,
                     data=[Record(x[k], 1.0 + k % 3, y[k]) for k in range(SAMPLES)])
+
+
+class InFile(Dataset[Any]):
+    """Reads each sample from a file that was opened once."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.y, self.bytes = y, x[0].nbytes
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the job
+        self.file.write(x.numpy().tobytes())
+        self.file.flush()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.file.seek(index * self.bytes)
+        return torch.frombuffer(bytearray(self.file.read(self.bytes)), dtype=self.y.dtype), self.y[index]
+
+
+@entry("samples in a file that was opened once")
+def one_open_file() -> paceline.Job:
+    return make_job(data=InFile(*_tensors(SAMPLES).tensors))
+
+
+class Cached(InFile):
+    """Keeps each sample as its first reader changed it."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__(x, y)
+        self.read: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index not in self.read:
+            x, y = super().__getitem__(index)
+            self.read[index] = x + torch.randn(FEATURES), y
+        return self.read[index]
+
+
+@entry("a cache of samples with random changes in them")
+def cached_changes() -> paceline.Job:
+    return make_job(data=Cached(*_tensors(SAMPLES).tensors))
 
 
 @entry("fewer samples than a batch")
