@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from later import needed
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -36,7 +37,8 @@ Read = Callable[[int], bytes]
 class Records(Dataset[Any]):
     """Samples that are read in two halves: both readers are between them at once. A wrong record is an error."""
 
-    def __init__(self, reads: dict[str, Read], begin: Callable[[int], Any], end: Callable[[], bytes]) -> None:
+    def __init__(self, reads: dict[str, Read], begin: Callable[[int], Any] = lambda index: None,
+                 end: Callable[[], bytes] | None = None) -> None:
         self.reads, self.begin, self.end, self.both = reads, begin, end, Barrier(2)
 
     def __len__(self) -> int:
@@ -46,7 +48,9 @@ class Records(Dataset[Any]):
         self.begin(index)
         with suppress(threading.BrokenBarrierError):
             self.both.wait(5)
-        got = {"halves": self.end(), **{name: read(index) for name, read in self.reads.items()}}
+        got = {name: read(index) for name, read in self.reads.items()}
+        if self.end is not None:
+            got["halves"] = self.end()
         wrong = [name for name, record in got.items() if record != RECORDS[index].tobytes()]
         assert not wrong, f"record {index} is another one in {wrong}"
         return torch.from_numpy(RECORDS[index] / SIZE), index % 2
@@ -114,6 +118,27 @@ def test_each_fork_reads_at_a_place_of_its_own(mode: str, loader_workers: int, k
         train(data, run=tmp_path / "run", loader_workers=loader_workers)
 
 
+@pytest.mark.parametrize("package", ["h5py", "lmdb"])
+def test_libraries_read_at_a_place_of_their_own(package: str, tmp_path: Path):
+    """HDF5 files and LMDB environments without locks that were opened once."""
+    library = needed(package)
+    if package == "h5py":
+        with library.File(tmp_path / "records.h5", "w") as file:
+            file["records"] = RECORDS
+        with library.File(tmp_path / "records.h5") as file:
+            train(Records({"h5py": lambda index: file["records"][index].tobytes()}), run=tmp_path / "run")
+        return
+    with library.open(str(tmp_path / "records")) as environment, environment.begin(write=True) as writes:
+        for number, record in enumerate(RECORDS):
+            writes.put(bytes([number]), record.tobytes())
+    with library.open(str(tmp_path / "records"), readonly=True, lock=False) as environment:
+        def read(index: int) -> bytes:
+            with environment.begin() as transaction:
+                return bytes(transaction.get(bytes([index])))
+
+        train(Records({"lmdb": read}), run=tmp_path / "run")
+
+
 class Client:
     """Asks a server for records over one connection. reconnects: once it finds that closed."""
 
@@ -169,18 +194,23 @@ def test_no_two_forks_use_one_connection(server: tuple[str, int], tmp_path: Path
         train(alone, plan="single", run=tmp_path / "alone")
 
 
-@pytest.mark.parametrize("kind", ["pool", "own thread", "connection", "pipe"])
+@pytest.mark.parametrize("kind", ["pool", "processes", "own thread", "lmdb", "connection", "pipe"])
 def test_what_forks_lack_is_named(kind: str, server: tuple[str, int], tmp_path: Path, start_child: Any):
     """Threads, connections and pipes that a job's file leaves are named before the first step, and nothing else is."""
     made, named = {
         "pool": ("(pool := concurrent.futures.ThreadPoolExecutor(1, 'decoder')).submit(int)", "threads decoder_0"),
         "own thread": ("threading.Thread(target=lambda: time.sleep(60), name='ahead', daemon=True).start()",
                        "threads ahead"),
+        "processes": ("multiprocessing.Pool(1)", "(_handle_workers)"),
+        "lmdb": (f"importlib.import_module('lmdb').open({str(tmp_path / 'records')!r})",
+                 f"LMDB environments with locks {tmp_path / 'records'} (forks run out of readers"),
         "connection": (f"socket.create_connection({server})", f"connections to 127.0.0.1:{server[1]}"),
         "pipe": ("os.pipe()", "pipes or sockets with the descriptors")}[kind]
+    if kind == "lmdb":
+        needed("lmdb")
     file = tmp_path / "named.py"
     file.write_text(
-        "import concurrent.futures, os, socket, threading, time, torch, paceline as pl\n"
+        "import concurrent.futures, importlib, multiprocessing, os, socket, threading, time, torch, paceline as pl\n"
         f"KEPT, FILE = ({made}), open(__file__)\n"
         "def job():\n    return pl.Job(model=lambda: torch.nn.Linear(2, 2), data=(torch.ones(4, 2), torch.ones(4, 2)), "
         "batch=4, steps=1, loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=.1))\n")
@@ -188,14 +218,14 @@ def test_what_forks_lack_is_named(kind: str, server: tuple[str, int], tmp_path: 
     assert child.exit_code() == 0, child.stderr
     notes = [line for line in child.stderr.splitlines() if line.startswith("note: ranks and loader workers")]
     assert len(notes) == 1 and named in notes[0]
-    assert notes[0].count("(") == 1  # the others have nothing to be named
+    assert notes[0].count("; ") == (kind == "processes")  # a pool has threads and pipes; the others nothing else
 
 
 def test_a_pool_that_a_fork_lacks_ends_the_only_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Nobody else waits for it, and it would wait for ever."""
     with ThreadPoolExecutor(1, "decoder") as pool:
         pool.submit(int).result()
-        data = Records({}, lambda index: pool.submit(int).result(), lambda: b"")
+        data = Records({}, lambda index: pool.submit(int).result())
         with pytest.raises(RankFailed, match="rank 0 did not go on for 1 s"):
             train(data, plan="single", timeout_s=1.0, restarts=0, run=tmp_path / "run")
     assert "threads decoder_0" in capfd.readouterr().err

@@ -90,7 +90,10 @@ def left_behind(before: dict[int, tuple[int, int]]) -> str:
     pipes = [str(descriptor) for descriptor, status in opened if not _peer(descriptor, status)
              and (stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode))
              and descriptor != resource_tracker._resource_tracker._fd]  # type: ignore[attr-defined]
+    environments = [str(path.parent) for descriptor, status in opened if stat.S_ISREG(status.st_mode)
+                    and (path := Path(f"{_DESCRIPTORS}/{descriptor}").resolve()).name == "lock.mdb"]
     found = (("threads", threads, "forks don't have them, and what waits for one waits for ever"),
+             ("LMDB environments with locks", environments, "forks run out of readers: lock=False has none"),
              ("connections to", peers, "closed in forks that read beside others"),
              ("pipes or sockets with the descriptors", pipes, "forks share them, and a message reaches one reader"))
     parts = [f"{what} {', '.join(names)} ({fate})" for what, names, fate in found if names]

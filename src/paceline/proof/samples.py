@@ -20,16 +20,16 @@ from paceline.runtime.feed import fetch, is_stream, map_tensors
 from paceline.runtime.order import Order
 from paceline.runtime.streams import key_to_seed
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 60.0  # at most
 
 
-def refuse_memory(job: Job, readers: str) -> None:
+def refuse_memory(job: Job, readers: str, *, timeout_s: float) -> None:
     """Refuse a data set with a memory of its own, as a cache filled at first touch or a generator is.
 
     A fork reads some samples as a run does in its last epoch; another one reads them, and others, as in earlier epochs
     before. Where a third does not repeat the first one's samples, nothing is refused: no seed fixes those.
 
-    readers: what reads the data, in words.
+    readers: what reads the data, in words. timeout_s: how long a fork may take.
 
     Raises:
         PlanRefused: the samples differ.
@@ -47,8 +47,8 @@ def refuse_memory(job: Job, readers: str) -> None:
         after = partial(_contents, data, value_at(collate, 0, 0),
                         [(others, seed(0)), *[(places, seed(0))] * is_again, last])
         try:
-            first, second = (in_a_fork(work, timeout_s=_TIMEOUT_S) for work in (alone, after))
-            if first == second or first != in_a_fork(alone, timeout_s=_TIMEOUT_S):
+            first, second = (in_a_fork(work, timeout_s=min(timeout_s, _TIMEOUT_S)) for work in (alone, after))
+            if first == second or first != in_a_fork(alone, timeout_s=min(timeout_s, _TIMEOUT_S)):
                 continue
         except (PacelineError, RuntimeError) as error:  # the run says more of it
             print(f"note: whether {name} gives its samples alike in each epoch is not known: "

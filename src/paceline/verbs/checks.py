@@ -42,7 +42,8 @@ def first_update(job: Job, source: JobFile | None, resolved: Resolved, *, enviro
 
     refuse_few_pieces(job, resolved.plan)
     if resolved.plan.relaxed is None and (resolved.plan.world_size > 1 or loader_workers > 1):
-        refuse_memory(job, f"The ranks of '{resolved.plan}'" if resolved.plan.world_size > 1 else "Loader workers")
+        readers = f"The ranks of '{resolved.plan}'" if resolved.plan.world_size > 1 else "Loader workers"
+        refuse_memory(job, readers, timeout_s=timeout_s)
     if resolved.plan.with_(deterministic="no") == Plan():
         return None
     if (reason := _unchecked(resolved, environment)) is not None:
