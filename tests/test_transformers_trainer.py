@@ -541,7 +541,7 @@ def test_an_epoch_is_drawn_as_accelerate_draws_it(tmp_path: Path):
 
 def test_values_travel_without_pickle():
     """Tensors of any shape and dtype, in tuples, lists and mappings, come back as they were."""
-    from paceline.transformers.wire import decode, encode
+    from paceline.runtime.wire import decode, encode
 
     value = {"a": (torch.arange(6).reshape(2, 3).T, [torch.tensor(1.5, dtype=torch.bfloat16), None]), "b": "text",
              "c": [1, 2.5, True], "none": {}}

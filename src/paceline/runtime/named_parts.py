@@ -22,7 +22,7 @@ from paceline.runtime.feed import map_tensors
 from paceline.runtime.freezing import freeze_throughout
 from paceline.runtime.initial import load_initial
 from paceline.runtime.prepare import Prepared, prepare_job
-from paceline.runtime.recorded import Recorded, recorded, refuse_to_split
+from paceline.runtime.recorded import Recorded, recorded_apart, refuse_to_split
 from paceline.strategies.compose import Synchroniser, prepare
 from paceline.strategies.layout import Extent, Layout, Report, tensors_in
 from paceline.strategies.mesh import Mesh
@@ -180,7 +180,7 @@ class _Trial:
 
     @cached_property
     def recorded_step(self) -> Recorded:
-        return recorded(self.job, TRIED_SAMPLES)
+        return recorded_apart(self.job, TRIED_SAMPLES)
 
 
 class _Inputs:

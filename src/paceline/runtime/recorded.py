@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ import torch
 from paceline.errors import JobError, PacelineError, PlanRefused, TrainingError, in_words, nearest
 from paceline.job import Job
 from paceline.job.named_models import NamedModels
+from paceline.launch.failure import user_frames
+from paceline.launch.fork import in_a_fork
 from paceline.plans import Plan
 from paceline.runtime.feed import MicroBatch, example_batch, map_tensors
 from paceline.runtime.step_batch import StepBatch
 from paceline.runtime.step_draws import MakesOn
 from paceline.runtime.streams import kept_streams
+from paceline.runtime.wire import decode, encode
 
 _TRIED_STEPS = (*range(10), 99, 999)  # and the last one, where the job's step depends on its number
 
@@ -34,6 +38,24 @@ class Recorded:
     in_losses: set[str]
     bare: set[str]
     uncut: set[str]
+
+
+def recorded_apart(job: Job, samples: int) -> Recorded:
+    """As `recorded`, in a fork that ends: what the step changes of the job's own objects is not changed here.
+
+    Raises:
+        JobError: a model's input holds something else than tensors, numbers and text, too.
+    """
+    def told() -> str:
+        seen = recorded(job, samples)
+        try:
+            return base64.b64encode(encode([seen.inputs, *map(list, (seen.in_losses, seen.bare, seen.uncut))])).decode()
+        except TypeError as error:
+            raise JobError(f"the step was tried in a process of its own, and of what it runs a model with {error}",
+                           hint="ctx.run and ctx.backward of tensors, numbers and text") from error
+
+    inputs, *names = decode(base64.b64decode(in_a_fork(told)))
+    return Recorded(inputs, *map(set, names))
 
 
 def recorded(job: Job, samples: int) -> Recorded:
@@ -82,8 +104,9 @@ def _take(job: Job, recorder: _Recorder) -> None:
     except PacelineError:
         raise
     except Exception as error:
+        where, _ = user_frames(error)
         raise TrainingError(f"the job's step was tried on {len(recorder.batch)} samples, to see what it runs, and "
-                            f"failed: {in_words(error)}") from error
+                            f"failed{f' at {where}' if where else ''}: {in_words(error)}") from error
 
 
 def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Iterable[str]) -> None:

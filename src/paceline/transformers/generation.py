@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from paceline.errors import UsageError
-from paceline.transformers.wire import encode
+from paceline.runtime.wire import encode
 
 _CONFIG = "__generation_config__"
 

@@ -17,6 +17,7 @@ from paceline.runtime.feed import DataShard, MicroBatch, map_tensors
 from paceline.runtime.order import Order
 from paceline.runtime.prepare import autocast
 from paceline.runtime.stepper import Stepper
+from paceline.runtime.wire import decode, encode
 from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
 from paceline.transformers.experiment import (
     CountedStream,
@@ -28,7 +29,6 @@ from paceline.transformers.experiment import (
     prefix_of,
 )
 from paceline.transformers.generation import heard_generation
-from paceline.transformers.wire import decode, encode
 from paceline.waiting import waiting
 
 if TYPE_CHECKING:

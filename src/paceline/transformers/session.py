@@ -16,10 +16,10 @@ from paceline.launch.fork import forks_can_use_cuda
 from paceline.launch.fresh import in_a_fresh_process
 from paceline.launch.launcher import Launcher
 from paceline.runtime.prepare import prepare_job
+from paceline.runtime.wire import decode, encode
 from paceline.transformers.experiment import EpochPlace
 from paceline.transformers.generation import told_generation
 from paceline.transformers.rank import Evaluated, TrainerRank
-from paceline.transformers.wire import decode, encode
 
 if TYPE_CHECKING:
     from paceline.job import Job
