@@ -19,7 +19,7 @@ from paceline.runtime.feed import is_stream
 
 THEMES = ("optimizers", "schedules", "data", "losses", "layers", "state", "hooks", "sharing", "attention", "recurrent",
           "convolution", "structure", "experts", "checkpointing", "libraries", "combined", "own_steps",
-          "training_scripts", "training_loops")
+          "training_scripts", "training_loops", "outside")
 SAMPLES, BATCH, STEPS, FEATURES = 50, 12, 6, 8  # the fifth window has two samples, the sixth begins an epoch
 
 

@@ -139,6 +139,20 @@ def replaced_buffer() -> paceline.Job:
     return make_job(Replaced)
 
 
+@entry("a buffer that each forward brings to the device and dtype that it has")
+def buffer_brought_again() -> paceline.Job:
+    class Brought(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.arange(1.0, FEATURES + 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = self.scale.to(x.device).detach().to(x)
+            return super().forward(x * self.scale)
+
+    return make_job(Brought)
+
+
 @entry("running statistics that are kept and never used: exact weights, coupled buffers")
 def watched_inputs() -> paceline.Job:
     class Watched(Net):

@@ -23,6 +23,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from paceline.capture.opaque import Call, CannotRecord, OpaqueModules, TakesGradients, functions_kept, modules_in
+from paceline.capture.reads import Reads, attributes_read
 from paceline.capture.state import Bindings, draws_state, generators_kept, state_kept
 from paceline.errors import PlanRefused
 from paceline.launch.failure import user_frames
@@ -101,6 +102,7 @@ class Capture:
     inputs: names of the model's own inputs, flat; None for one that is no tensor.
     outputs: of the model, flat: names of values, or constants wrapped in `Constant`.
     has_constants: whether pieces have tensors of their own, which the forward has made or found outside of the model.
+    reads: what it depends on besides.
     """
 
     pieces: tuple[Piece, ...]
@@ -110,6 +112,7 @@ class Capture:
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     has_constants: bool = False
+    reads: Reads = field(default_factory=Reads, repr=False)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The model's inputs by name."""
@@ -198,14 +201,15 @@ def _captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
                     if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
     bindings, before = Bindings(model), draws_state()
     try:
-        with (_quiet(), without_cache(model), generators_kept(model), functions_kept(),
+        with (_quiet(), without_cache(model), generators_kept(model), functions_kept(), attributes_read() as attributes,
               opaque.standing_in(model, samples) as calls):
             exported = torch.export.export(model, args, kwargs, strict=False)
             if draws_state() != before:
                 raise CannotRecord("the forward draws from Python's or NumPy's random numbers")
     finally:
         bindings.restore()
-    return _Reader(model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())).read()
+    read = _Reader(model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())).read()
+    return replace(read, reads=Reads.of(model, attributes))
 
 
 def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
@@ -308,6 +312,10 @@ class _Reader:
             if node.op == "call_function" and not node.users and str(node.target).startswith(_CHECKS):
                 self.graph.erase_node(node)
             elif _changes_nothing(node):
+                node.replace_all_uses_with(node.args[0])
+                self.graph.erase_node(node)
+        for node in list(self.graph.nodes):
+            if node.target is aten.copy_.default and _is_itself(*node.args[:2]):
                 node.replace_all_uses_with(node.args[0])
                 self.graph.erase_node(node)
         output = next(node for node in self.graph.nodes if node.op == "output")
@@ -490,6 +498,13 @@ class _Reader:
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors have in common that are the same elements."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.dtype
+
+
+def _is_itself(node: Any, other: Any) -> bool:
+    """Whether two nodes are the same elements in the same order, as in `self.buffer = self.buffer.to(device)`."""
+    value, other_value = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (node, other))
+    return (isinstance(value, torch.Tensor) and isinstance(other_value, torch.Tensor)
+            and _memory(value) == _memory(other_value) and value.stride() == other_value.stride())
 
 
 def _changes_nothing(node: fx.Node) -> bool:

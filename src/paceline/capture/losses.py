@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -57,16 +57,19 @@ def _draws() -> tuple[Any, ...]:
 
 
 def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], functions: Mapping[str, Function],
-                   running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+                   running: Callable[[], AbstractContextManager[None]] = nullcontext, *,
+                   altered: Callable[[], Sequence[str]] = list) -> None:
     """Refuse losses and metrics that use more of the model than its output.
 
     The model's state is left as it was.
 
     Args:
         functions: By what they are called in a message: from the model's output to what they give.
+        altered: Names what they have set of what the forward reads in Python, where not every rank runs them.
 
     Raises:
-        PlanRefused: one uses a parameter, a tensor that the forward made, or an attribute that it has set.
+        PlanRefused: one uses a parameter, a tensor that the forward made, or an attribute that it has set; or it sets
+            what the forward reads.
     """
     snapshot = StateSnapshot(model)
     try:
@@ -79,9 +82,14 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             values = {}
             for name, function in functions.items():
                 detached = _apart(output)
-                watch = _Reads(of_model, forward.storages, detached)
+                watch, before = _Reads(of_model, forward.storages, detached), altered()
                 with function_kept(function, model), watch:
                     values[name] = _value(name, function, detached, output)
+                    written = [what for what in altered() if what not in before]
+                if written:
+                    raise PlanRefused(f"{name} sets {written[0]}, which the forward reads, and only the ranks of the "
+                                      "last stage run it", hint="data=N, shard=N and tensor=N plans run it on every "
+                                                                "rank; or let lr_schedule set it")
                 if watch.read:
                     raise _refused(name, watch.read)
             if snapshot.attributes.changed():

@@ -2,7 +2,8 @@
 
 While the model is captured, such a call returns stand-ins of the right shapes. When the captured graph runs, the module
 or the function itself runs whole, in one piece. Paceline learns a module's shapes by running the model on two and on
-three samples, and a function's shapes by running it on the fake tensors of the capture.
+three samples, and a function's shapes by running it on the fake tensors of the capture. What a module returns when it
+runs must be what its stand-ins were.
 """
 
 from __future__ import annotations
@@ -57,22 +58,41 @@ class Call(Protocol):
         """The tensors that the call itself gives. parameters: of the module."""
 
 
+Shape = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class GrowingShape:
-    """An output's shape as it grows with the samples of a batch: by so much a sample along each dim."""
+    """An output's shape. A size is that of an input's dim, or it grows with the samples of a batch: by so much each.
 
-    fixed: tuple[int, ...]
-    per_sample: tuple[int, ...]
+    of_input: for each dim the number of the input and its dim, or None.
+    """
+
+    fixed: Shape
+    per_sample: Shape
     dtype: torch.dtype
+    of_input: tuple[tuple[int, int] | None, ...] = ()
 
-    def at(self, samples: int) -> tuple[int, ...]:
-        return tuple(a + b * samples for a, b in zip(self.fixed, self.per_sample, strict=True))
+    def at(self, samples: int, inputs: Sequence[Shape] = ()) -> Shape:
+        """inputs: shapes of the call's own."""
+        grown = tuple(a + b * samples for a, b in zip(self.fixed, self.per_sample, strict=True))
+        return tuple(size if source is None else inputs[source[0]][source[1]]
+                     for size, source in zip(grown, self.of_input or (None,) * len(grown), strict=True))
 
     @classmethod
-    def through(cls, two: torch.Tensor, three: torch.Tensor) -> GrowingShape:
-        """From the outputs for two and for three samples."""
+    def through(cls, two: torch.Tensor, three: torch.Tensor, inputs: Sequence[tuple[Shape, Shape]]) -> GrowingShape:
+        """From the outputs, and the shapes of each input, for two and for three samples."""
         each = tuple(b - a for a, b in zip(two.shape, three.shape, strict=True))
-        return cls(tuple(a - 2 * b for a, b in zip(two.shape, each, strict=True)), each, two.dtype)
+        return cls(tuple(a - 2 * b for a, b in zip(two.shape, each, strict=True)), each, two.dtype, tuple(
+            _source(dim, sizes, inputs) for dim, sizes in enumerate(zip(two.shape, three.shape, strict=True))))
+
+
+def _source(dim: int, sizes: tuple[int, int], inputs: Sequence[tuple[Shape, Shape]]) -> tuple[int, int] | None:
+    """The dim of an input, and that input's number, whose sizes for two and for three samples are an output's along a
+    dim: the same dim before others, which only count if the sizes differ."""
+    alike = [(number, place) for number, shapes in enumerate(inputs)
+             for place, pair in enumerate(zip(*shapes, strict=True)) if pair == sizes]
+    return next((source for source in alike if source[1] == dim), alike[0] if alike and sizes[0] != sizes[1] else None)
 
 
 @dataclass(frozen=True)
@@ -92,7 +112,7 @@ class Outputs:
 class ModuleCall:
     """One call of an opaque module. constants: arguments that are no tensors, by position.
 
-    has_gradients: whether the call was made where gradients are enabled.
+    shapes: of what it returns. has_gradients: whether the call was made where gradients are enabled.
     """
 
     path: str
@@ -100,22 +120,35 @@ class ModuleCall:
     in_spec: pytree.TreeSpec
     constants: Mapping[int, Any]
     outputs: Outputs
-    samples: int
+    shapes: Sequence[Shape]
     has_gradients: bool
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
 
     def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
-        return [like.new_empty(shape.at(self.samples), dtype=shape.dtype) for shape in self.outputs.shapes]
+        return [like.new_empty(shape, dtype=output.dtype)
+                for shape, output in zip(self.shapes, self.outputs.shapes, strict=True)]
 
     def run(self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The module itself with these parameters. Its buffers and attributes are its own, and change as it says."""
+        """The module itself with these parameters. Its buffers and attributes are its own, and change as it says.
+
+        Raises:
+            JobError: it returns something else than its stand-ins.
+        """
         args, kwargs = _filled(self.in_spec, inputs, self.constants)
         names = [name.removeprefix(f"{self.path}.") for name in self.parameters]
         with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
             returned = functional_call(self.module, dict(zip(names, parameters, strict=True)), args, kwargs,
                                        tie_weights=False)
-        return tuple(leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor))
+        tensors, others, _ = _taken_apart(returned)
+        if [tuple(tensor.shape) for tensor in tensors] != list(self.shapes) or not is_same(
+                others, dict(self.outputs.constants)):
+            raise JobError(f"'{self.path}' is not looked into, since its course depends on values, and it returned "
+                           f"{_shown(tensors, others)} where {_shown(self.shapes, self.outputs.constants)} "
+                           "was recorded for such inputs",
+                           hint="a size is known beforehand if it is one of its inputs' or grows with the samples; "
+                                "data=N and shard=N plans run the model as it is")
+        return tuple(tensors)
 
 
 @dataclass(frozen=True)
@@ -217,8 +250,9 @@ class OpaqueModules:
         returned: dict[int, dict[str, list[Any]]] = {2: {}, 3: {}}
         for samples, calls in returned.items():
             handles = [model.get_submodule(path).register_forward_hook(
-                lambda module, args, output, path=path, calls=calls: calls.setdefault(path, []).append(
-                    pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))) for path in paths]
+                lambda module, args, kwargs, output, path=path, calls=calls: calls.setdefault(path, []).append(
+                    (_shapes(args, kwargs), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))),
+                with_kwargs=True) for path in paths]
             try:
                 run(samples)
             finally:
@@ -261,8 +295,10 @@ class OpaqueModules:
             returned = self.outputs[path][count % len(self.outputs[path])]
             count += 1
             prefix = f"{path}."
+            shapes = _shapes(args, kwargs)
             call = ModuleCall(
-                path, module, spec, constants, returned, samples, torch.is_grad_enabled(),
+                path, module, spec, constants, returned, [shape.at(samples, shapes) for shape in returned.shapes],
+                torch.is_grad_enabled(),
                 tuple(prefix + name for name, _ in module.named_parameters(remove_duplicate=False)),
                 tuple(prefix + name for name, _ in module.named_buffers(remove_duplicate=False)))
             return record(call, inputs, returned)
@@ -270,12 +306,24 @@ class OpaqueModules:
         return forward
 
 
-def _outputs(path: str, two: Any, three: Any) -> Outputs:
-    tensors, constants, spec = _taken_apart(two)
-    others, other_constants, _ = _taken_apart(three)
+def _shapes(args: Any, kwargs: Any) -> list[Shape]:
+    return [tuple(tensor.shape) for tensor in _taken_apart((args, kwargs))[0]]
+
+
+def _shown(tensors: Sequence[Any], others: Mapping[int, Any]) -> str:
+    """What a module returned, in words. tensors: or their shapes."""
+    shapes = [str(tuple(getattr(tensor, "shape", tensor))) for tensor in tensors]
+    return " and ".join([f"a tensor of {shape}" for shape in shapes] + [repr(value) for value in others.values()])
+
+
+def _outputs(path: str, two: tuple[list[Shape], Any], three: tuple[list[Shape], Any]) -> Outputs:
+    tensors, constants, spec = _taken_apart(two[1])
+    others, other_constants, _ = _taken_apart(three[1])
     if not is_same(list(constants.values()), list(other_constants.values())):
         raise CannotRecord(f"'{path}' returns something that is neither a tensor nor the same for every batch")
-    return Outputs(spec, tuple(map(GrowingShape.through, tensors, others)), constants)
+    inputs = list(zip(two[0], three[0], strict=False))
+    return Outputs(spec, tuple(GrowingShape.through(a, b, inputs) for a, b in zip(tensors, others, strict=True)),
+                   constants)
 
 
 @contextmanager

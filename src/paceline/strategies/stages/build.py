@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from paceline.capture.losses import refuse_readers
 from paceline.capture.opaque import OpaqueModules
 from paceline.capture.state import state_kept
 from paceline.errors import PacelineError, PlanRefused
+from paceline.launch.fork import in_a_fork
 from paceline.launch.logs import logger
 from paceline.strategies.compile.run import refuse_compiled
 from paceline.strategies.layout import Batch, CutBasis, ModelUse
@@ -48,7 +49,7 @@ def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mes
     model.train()
     refuse_scripted(model, "a plan that splits the model")
     refuse_compiled(model, "a plan that splits the model")
-    captured, here = _captured(model, use, device)
+    captured, here = _captured(model, use, device, is_staged=mesh.sizes[mesh.stage_axis] > 1)
     assignment = assigned(model, captured.example, plan, samples=basis.microbatch_samples,
                           state_factor=basis.state_factor(), devices=basis.devices, precision=basis.precision)
     if here != device:
@@ -70,11 +71,15 @@ def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mes
     return stages
 
 
-def _captured(model: nn.Module, use: ModelUse, device: torch.device) -> tuple[CapturedModel, torch.device]:
+def _captured(model: nn.Module, use: ModelUse, device: torch.device, *,
+              is_staged: bool) -> tuple[CapturedModel, torch.device]:
     """The model's forward, and where it was captured: where the weights are, if the model's own code runs there.
 
+    is_staged: whether there are several stages, of which the last one has the functions.
+
     Raises:
-        PlanRefused: the model can't be captured, or a function uses more of the model than its output.
+        PlanRefused: the model can't be captured, or a function uses more of the model than its output, or sets what
+            other stages read.
     """
     opaque, here = OpaqueModules(), next(model.parameters()).device
     with use.context():
@@ -91,9 +96,14 @@ def _captured(model: nn.Module, use: ModelUse, device: torch.device) -> tuple[Ca
         notes = () if is_comparable(model) else (
             f"not compared with the model itself before the first step: it has more than {MAX_BYTES / 2**20:.0f} MiB",)
         batch = _nearby(use.example, here)(EXAMPLE_SAMPLES)
-        refuse_readers(model, *batch.arguments(), functions={
+        look = partial(refuse_readers, model, *batch.arguments(), {
             name: partial(_of_output, function, batch.target) for name, function in use.functions.items()},
-            running=use.running)
+            use.running, altered=example.reads.changed if is_staged else list)
+        if here.type == "cpu":  # apart from what the functions keep in objects of the job's own
+            with suppress(RuntimeError):  # what fails there fails in the first step, too
+                in_a_fork(look)
+        else:
+            look()
     return CapturedModel(example, batch, opaque, findings.changing, notes), here
 
 

@@ -217,6 +217,11 @@ class Engine:
         self.links.finish()
         return output
 
+    def forget(self, staged: Staged) -> None:
+        """It will not be run again, and another one may get its id."""
+        for stage in staged.stages:
+            self._separable.pop((id(staged), stage.number), None)
+
     def _begin(self, orders: Sequence[Sequence[Action]], staged: Mapping[int, Staged]) -> None:
         place = self.links.place
         self.links.expect({rank: list(self._messages(orders[rank], staged, to=place, rank=rank))

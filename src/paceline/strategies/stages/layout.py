@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 from paceline.capture.graph import Capture, Piece, capture
 from paceline.capture.opaque import OpaqueModules
 from paceline.capture.probe import sparsely_trained
+from paceline.capture.reads import frozen
 from paceline.errors import JobError, PlanRefused
+from paceline.launch.logs import logger
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
 from paceline.strategies.layout import Batch, Extent, MicrobatchWork, ModelUse
 from paceline.strategies.pipeline.schedule import Action
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
+_KEPT = 32  # captures for batches of one shape
+_SAID_AFTER = 8
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
@@ -114,13 +118,15 @@ class Stages:
         stage_of, ranks, axis = assignment.stage_of, assignment.ranks, mesh.stage_axis
         example, changing = captured.example, captured.changing
         self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, use.context
-        self.captures: dict[Any, Staged] = {}
+        self.captures: dict[Hashable, list[tuple[Any, Staged]]] = {}  # by signature, each with what else its batch had
         self.opaque, self.tensors, self.example, self.split = captured.opaque, tensors, example, split
         self.is_sharded = mesh.sizes["shard"] > 1
         place = mesh.coordinates[axis]
         self.links = Links(mesh.ranks_along(axis), place, device, ahead=None,
                            back=_group(mesh, axis, range(mesh.sizes[axis])))
         self.first_name = first_names(template)
+        self.stand_ins = dict(template.named_parameters())
+        self.trained = [p.requires_grad for p in self.stand_ins.values()]
         buffer_owners = dict.fromkeys((name for name, _ in template.named_buffers()), 0)
         for piece in example.pieces:
             buffer_owners |= dict.fromkeys(piece.buffers, ranks[stage_of[piece.key]])
@@ -130,14 +136,8 @@ class Stages:
         self.owned_buffers = frozenset(name for name, owner in buffer_owners.items() if owner == place)
         self.holders = holders
         self.changing_at = {name: buffer_owners[name] for name in _changed(example, changing) if name in buffer_owners}
-        edited = next((piece for piece in example.pieces if piece.mutates), None)
-        if edited is not None and mesh.sizes["shard"] > 1:
-            raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
-                           "hooks on it", hint="x = x + y in place of x += y")
-        hooked = next((name for name, p in tensors.items() if getattr(p, "_post_accumulate_grad_hooks", None)), None)
-        if hooked is not None and mesh.sizes["shard"] > 1:
-            raise PlanRefused(f"'{hooked}' has a hook on its accumulated gradient, and shards of stages would run it "
-                              "for micro-batches without samples, too", hint="data=N, shard=N and tensor=N plans don't")
+        if self.is_sharded:
+            _refuse_shards(example, tensors)
         report = split.report(tensors)
         self.report = replace(report, lines=(*report.lines, *captured.notes))
         _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
@@ -161,7 +161,8 @@ class Stages:
         self.place, self.sparse = place, sparsely_trained(template)
         self.extents: dict[str, Extent] = {}
         if not captured.opaque.outputs and not example.has_constants:  # which the model's first runs may have changed
-            self.captures[self._signature(captured.batch)] = self._cut_for_training(split.in_parts(example))
+            key, values = self._signature(captured.batch)
+            self.captures[key] = [(values, self._cut_for_training(split.in_parts(example)))]
 
     @property
     def meets_in_forward(self) -> bool:
@@ -175,6 +176,7 @@ class Stages:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
+        self._freeze_alike()
         with self.statistics.over(batches[0].samples):  # they are joined where there is one
             self._run(batches, work)
 
@@ -228,23 +230,49 @@ class Stages:
         trainable = dict.fromkeys(p for p in parameters if p.requires_grad)
         return [p if (leaf := leaf_of(p)) is None else leaf for p in trainable]
 
-    def _staged(self, batch: Batch) -> Staged:
-        """The capture for a batch of this shape, cut; made when the shape is first seen."""
-        key = self._signature(batch)
-        if key not in self.captures:
-            args, kwargs = batch.arguments()
-            with self.context():
-                captured = capture(self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors)
-            captured = self.split.in_parts(renamed(captured, self.first_name))
-            cut_for_mode = self._cut_for_training if self.template.training else self._cut_for_evaluation
-            self.captures[key] = cut_for_mode(captured)
-        return self.captures[key]
+    def _freeze_alike(self) -> None:
+        """The job's code freezes the parameters that it knows, those of the template, and trains them again."""
+        trained = [p.requires_grad for p in self.stand_ins.values()]
+        if trained == self.trained:
+            return
+        self.trained = trained
+        for name, parameter in self.module.named_parameters():
+            for held in (parameter, leaf_of(parameter)):
+                if held is not None:
+                    held.requires_grad_(self.stand_ins[name].requires_grad)
 
-    def _signature(self, batch: Batch) -> Hashable:
-        """What batches have in common that one capture is for."""
+    def _staged(self, batch: Batch) -> Staged:
+        """The capture for a batch of this shape, cut; made where none has read in Python what is there now."""
+        key, values = self._signature(batch)
+        made = self.captures.setdefault(key, [])
+        for known, staged in made:
+            if known == values and not staged.capture.reads.changed():
+                return staged
+        if len(made) == _SAID_AFTER:
+            self._say_slow(made[-1][1].capture.reads.changed())
+        args, kwargs = batch.arguments()
+        with self.context():
+            captured = capture(self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors)
+        captured = self.split.in_parts(renamed(captured, self.first_name))
+        staged = self._cut_for_training(captured) if self.template.training else self._cut_for_evaluation(captured)
+        made.append((values, staged))
+        if len(made) > _KEPT:
+            _, oldest = made.pop(0)
+            self.engine.forget(oldest)
+            self.module.forget(oldest.capture.pieces)
+        return staged
+
+    def _say_slow(self, changed: Sequence[str]) -> None:
+        logger.warning("the model was recorded %d times for batches of one shape, because %s, and a recording takes "
+                       "longer than a step; a number in a buffer is an input of the recorded graph", _SAID_AFTER,
+                       f"{changed[0]} changes" if changed else "what is no tensor of the batch differs")
+
+    def _signature(self, batch: Batch) -> tuple[Hashable, Any]:
+        """What batches have in common that captures are for, and what is no tensor of this one."""
         flat, spec = pytree.tree_flatten(batch.arguments())
-        return (self.template.training, str(spec),
-                tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in flat))
+        shapes = tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in flat)
+        return ((self.template.training, str(spec), shapes),
+                [frozen(v) for v in flat if not isinstance(v, torch.Tensor)])
 
     def prepare_evaluation(self, batch: Batch) -> None:
         """Capture the model as it runs in an evaluation of a batch like this.
@@ -328,6 +356,18 @@ def _holders(example: Capture, names: Collection[str],
         similar = max(used, key=lambda other: len(commonprefix([name, other])), default=None)  # noqa: RUF071  # letters
         holders[name] = holders[similar][:1] if similar is not None else [0]
     return holders, unused
+
+
+def _refuse_shards(example: Capture, tensors: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what shards of stages would lose: edits in place, and hooks on gradients."""
+    edited = next((piece for piece in example.pieces if piece.mutates), None)
+    if edited is not None:
+        raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
+                       "hooks on it", hint="x = x + y in place of x += y")
+    hooked = next((name for name, p in tensors.items() if getattr(p, "_post_accumulate_grad_hooks", None)), None)
+    if hooked is not None:
+        raise PlanRefused(f"'{hooked}' has a hook on its accumulated gradient, and shards of stages would run it "
+                          "for micro-batches without samples, too", hint="data=N, shard=N and tensor=N plans don't")
 
 
 def _used_twice(example: Capture, rank_of: Callable[[Piece], int]) -> set[str]:

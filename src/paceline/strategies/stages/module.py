@@ -129,6 +129,13 @@ class PieceModules(nn.Module):
                 parameter.data.copy_(value)  # which no version counter tells backward of
         return outputs[:count]
 
+    def forget(self, pieces: Iterable[Piece]) -> None:
+        """They will not be run again."""
+        for piece in pieces:
+            _, module = self._holders.pop(id(piece), (piece, None))
+            if module is not None:
+                module.runs.pop(id(piece), None)
+
     def _outputs(self, module: PieceModule | None, piece: Piece, buffers: Sequence[torch.Tensor],
                  inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """See `run_purely`."""

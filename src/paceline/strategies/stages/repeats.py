@@ -78,7 +78,7 @@ class RepeatedBlocks(OpaqueModules):
                           tuple(GrowingShape(output.shape, (0,) * len(output.shape), output.dtype) for output in fresh))
         call = ModuleCall(
             path, module, spec, {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
-            outputs, 0, torch.is_grad_enabled(), *self._names[path])
+            outputs, [shape.fixed for shape in outputs.shapes], torch.is_grad_enabled(), *self._names[path])
         made = record(call, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], outputs)
         return returned(run, leaves, iter(made))
 

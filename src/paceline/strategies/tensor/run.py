@@ -181,7 +181,7 @@ def _derive(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapp
             rules: CutRules, batches: float, tried: Tried) -> _Derived:
     derived = _Derived()
     values = dict(inputs)
-    device = next(iter(inputs.values())).device
+    device = next(iter([*inputs.values(), *tensors.values()])).device
     for piece in capture.pieces:
         piece_inputs = [values[name] for name in piece.inputs]
         parameters = [tensors[name].to(device) for name in piece.parameters]

@@ -1,0 +1,105 @@
+"""What a captured model read in Python is not frozen, and what user code keeps is as it would be on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import paceline
+from paceline.launch.failure import RankFailed
+
+from .outside import Masked, of_sequences
+from .registry import FEATURES, Net, entries, make_job
+from .sweep import EXACT, REFUSED, Sweep
+
+LATER = {  # jobs of which something changes in Python after the first step
+    "tensor=2": "nested_config_of_a_schedule,frozen_for_a_while,masks_by_lengths,texts_alone",
+    "pipeline=2 microbatches=1": "globals_of_a_schedule,hook_of_a_schedule,attribute_of_the_data,packed_and_longer,"
+                                 "buffer_brought_again"}
+OUTSIDE = "temperature_of_a_schedule,tuple*,list*,nested_config*,text*,function_of*,globals*,dropout_of*,frozen_by*,"\
+    "frozen_for*,hook_of*,attribute_of_the_data,numbers_of*,masks_by*,packed_and*,buffer_brought*"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("plan", "jobs"), [
+    *LATER.items(), *(pytest.param(plan, OUTSIDE, marks=pytest.mark.slow) for plan in (
+        "tensor=2", "pipeline=2", "place=auto parts=2", "data=2 tensor=2", "shard=2 tensor=2", "pipeline=2 shard=2"))])
+def test_values_that_change_are_seen(tmp_path: Path, plan: str, jobs: str):
+    """Attributes, variables, hooks, frozen parts, and sizes after a module that is taken whole."""
+    cells = Sweep(tmp_path).run(entries(jobs), [plan])
+
+    assert {cell.job: cell.reason for cell in cells if cell.verdict != EXACT} == {}
+
+
+def test_a_loss_may_not_set_what_other_ranks_read(tmp_path: Path):
+    """Only the last stage's rank runs it; under `tensor=2` all do."""
+    cells = Sweep(tmp_path).run(entries("attribute_of_the_loss"), ["pipeline=2 microbatches=1", "tensor=2"])
+
+    assert [cell.verdict for cell in cells] == [REFUSED, EXACT]
+    assert "the loss sets 'weights'" in cells[0].reason
+
+
+@pytest.mark.parametrize("result", ["shape", "number"])
+def test_a_module_that_returns_what_was_not_recorded_ends_the_run(result: str, tmp_path: Path):
+    """Its sizes, and what it returns beside tensors, are constants of the graph that it is taken whole in."""
+    class Strided(Masked):
+        def forward(self, x: Tensor, lengths: Tensor) -> Any:
+            x = super().forward(x, lengths)
+            return (x[:, ::2], 1) if result == "shape" else (x, int(lengths.max()))
+
+    class Outer(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Strided()
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            x, number = self.inner(x, lengths)
+            return super().forward(x.sum(1) / number)
+
+    with pytest.raises(RankFailed, match=r"'inner' is not looked into.* was recorded for such inputs"):
+        paceline.train(of_sequences(Outer), "tensor=2", run=tmp_path / "run", check=False)
+
+
+class Scaled(Net):
+    """Has code of its own, which may write to its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "single recompute=full", "server=1 workers=2"])
+def test_a_step_is_called_once_for_each_step(plan: str, tmp_path: Path):
+    """In the process that trains: its world does not see that it was tried."""
+    world = [0]
+
+    def step(ctx: Any, batch: Any) -> None:
+        world[0] += 1
+        at = world[0]
+        ctx.backward("net", batch.input, lambda output, batch: output.square().mean() * 0 + at)
+        ctx.update("net")
+
+    job = make_job()
+    result = paceline.train(paceline.Job(
+        models={"net": Scaled}, step=step, optimizers={"net": job.optimizer}, data=torch.ones(24, FEATURES), batch=12,
+        steps=3, precision="float64"), plan, run=tmp_path / "run", check=False)
+
+    assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0, 3.0]
+
+
+def test_a_loss_is_called_once_for_each_batch(tmp_path: Path):
+    """Under a plan that looks at it beforehand: a count that it keeps in an object is that of its steps."""
+    calls: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(0)
+        return output.square().mean() * 0 + len(calls)
+
+    result = paceline.train(make_job(loss=loss, steps=2), "tensor=2", run=tmp_path / "run", check=False)
+
+    assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0]
