@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from .plain import WHOLE
 from .registry import FEATURES, SAMPLES, Entry, Net, make_job, numbers
@@ -164,6 +164,11 @@ def _optimizer_job(kind: type, options: dict[str, Any]) -> Any:
     model: Callable[[], nn.Module] = Net
     if kind is torch.optim.Muon:
         model = _WithoutBiases
+    if kind is torch.optim.LBFGS:  # a convex problem and one batch: else its line searches make much of rounding
+        x = numbers(SAMPLES, FEATURES)
+        data = TensorDataset(x, torch.tanh(x @ numbers(FEATURES, 4, seed=3)))
+        return make_job(partial(nn.Linear, FEATURES, 4), data=data, batch=SAMPLES, steps=1,
+                        optimizer=partial(_optimizer, kind, options))
     if kind is torch.optim.SparseAdam:
         return make_job(_Sparse, data=_Tokens(), optimizer=partial(kind, **options))
     return make_job(model, optimizer=partial(_optimizer, kind, options))
