@@ -166,6 +166,50 @@ def test_overridden_methods_run_where_the_model_is(tmp_path: Path):
     assert planned.state.log_history[-2]["eval_above"] == 7
 
 
+class _Averages(torch.optim.SGD):
+    """Is evaluated with the mean of its weights."""
+
+    is_training = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", p.detach().clone())
+                mean.lerp_(p.detach(), 0.5)
+
+    def _swap(self, *, is_training: bool) -> None:
+        for group in self.param_groups if is_training is not self.is_training else ():
+            for p in group["params"]:
+                if "mean" in self.state[p]:
+                    kept = p.detach().clone()
+                    p.data.copy_(self.state[p]["mean"])
+                    self.state[p]["mean"].copy_(kept)
+        self.is_training = is_training
+
+    def train(self) -> None:
+        self._swap(is_training=True)
+
+    def eval(self) -> None:
+        self._swap(is_training=False)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+def test_an_optimizer_with_train_and_eval_is_told_of_both(plan: str, tmp_path: Path):
+    """Evaluations, and the weights that stay, are of `eval()`; steps go on from those of `train()`."""
+    class Changes(transformers.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, *, optimizer: Any, **given: Any) -> None:
+            optimizer.param_groups[0]["lr"] = 0.05
+
+    def make(kind: Any, folder: Path, **options: Any) -> Any:
+        model = _Line()
+        optimizer = _Averages([model.a.weight, model.a.bias], lr=0.1)
+        return _trainer(kind, folder, model, optimizers=(optimizer, None), callbacks=[Changes()],
+                        arguments={"eval_strategy": "epoch"}, **options)
+
+    _compare(make, tmp_path, plan)
+
+
 class _Uneven:
     """Gives batches itself: of 4, 4, and the rest."""
 

@@ -16,6 +16,7 @@ import torch
 
 from paceline.capture.attributes import AttributeSnapshot
 from paceline.errors import UsageError
+from paceline.job.modes import has_modes
 from paceline.runtime import state
 
 _T = torch.Tensor
@@ -57,7 +58,7 @@ class Lent:
                  read_state: Callable[[], dict[Any, dict[str, Any]]]) -> None:
         self.model, self.schedule, self._bring = model, schedule, bring
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
-        self.scaling, self.process = None, os.getpid()
+        self.scaling, self.has_modes, self.process = None, False, os.getpid()  # ranks have the first two
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         self._is_busy = self._is_updating = self._is_changed = False
@@ -73,6 +74,8 @@ class Lent:
         self.take(options)
         try:
             self.optimizer.state = self._state
+            if has_modes(self.optimizer):
+                vars(self.optimizer).update(dict.fromkeys(("train", "eval"), lambda: None))  # ranks do it
             for p in self._trained.values():
                 if type(p) is torch.nn.Parameter:
                     p.__class__ = _Weight
@@ -82,6 +85,8 @@ class Lent:
             _Weight.lent = None
             give_back(self.model)
             self.optimizer.state = kept
+            for name in ("train", "eval"):
+                vars(self.optimizer).pop(name, None)
 
     def take(self, options: Mapping[str, Any]) -> None:
         """Let optimizer and schedule be as those of ranks."""

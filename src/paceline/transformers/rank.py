@@ -139,6 +139,8 @@ class TrainerRank:
 
     def _change(self, stepper: Stepper, told: Mapping[str, Any]) -> None:
         prefix = prefix_of(self.trainer)
+        if stepper.has_modes and not stepper.trains:
+            stepper.set_mode(trains=True)  # its groups say which weights are in place
         state.take_over(stepper, told)
         stepper.freezing.held = frozenset(prefix + name for name in told["frozen"])
         stepper.freezing.refuse_kept(stepper.kept())
@@ -146,6 +148,11 @@ class TrainerRank:
         for name, value in told["attributes"].items():
             path, _, attribute = (prefix + name).rpartition(".")
             setattr(modules[path], attribute, value)
+
+    def _rest(self, stepper: Stepper | Evaluated) -> None:
+        """Until the next step the weights are in place that are evaluated and saved."""
+        if isinstance(stepper, Stepper) and stepper.has_modes and stepper.trains:
+            stepper.set_mode(trains=False)
 
     def _next_order(self) -> dict[str, Any]:
         """Waits with signs of life: callbacks may take long."""
@@ -161,6 +168,7 @@ class TrainerRank:
     def _save(self, stepper: Stepper, step: int) -> None:
         context = self.context
         context.beat("save")
+        self._rest(stepper)
         if self._writer is None:
             self._writer = Writer(self.run_dir, rank=context.rank, world_size=context.world_size,
                                   attempt=f"{context.attempt}-trainer")
@@ -183,6 +191,7 @@ class TrainerRank:
             return {}
         part = samples_of(inputs, cut or range(1), total)
         calls = _Calls(stepper, len(cut))
+        self._rest(stepper)
         was_training = stepper.model.training
         stepper.model.eval()
         try:
