@@ -183,6 +183,14 @@ def test_servers_are_not_ranked_for_batch_norm():
     assert told.count("running statistics") == 1 and "not priced: servers, servers compress=bf16, " in told
 
 
+@pytest.mark.parametrize("cluster", ["1000xH100", "2x250xH100"])
+def test_more_devices_than_a_plan_can_use(cluster: str):
+    """Where they have a price, plans may leave some out."""
+    with pytest.raises(PlanError, match=r"no plan uses all \d+ devices: replicas \(at most 4, the batch\)") as caught:
+        paceline.plan(_job(), cluster)
+    assert "--price" in str(caught.value)
+
+
 def test_an_unknown_cluster():
     with pytest.raises(ClusterError, match=r"unknown accelerator 'H1000'"):
         paceline.plan(_job(), "8xH1000")

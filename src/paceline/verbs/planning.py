@@ -186,8 +186,7 @@ def _answer(planned: Planned, cluster: Cluster, named: str, *, relaxed: bool, pr
     problem = PlanningProblem.of(loaded, price_per_hour, device=cluster.first_here)
     ranking = problem.search(cluster, may_relax=relaxed)
     if not ranking.ranked and not ranking.too_large:
-        why = "; ".join(f"{kind}: {text}" for kind, text in ranking.refused.items())
-        raise PlanError(f"no plan could be priced: {why}")
+        raise _nothing_priced(problem, ranking, cluster)
     if not cluster.nodes and not has_gpus():
         ranking = calibrate_best(ranking, partial(calibrate, loaded, cluster), budget_s=calibrate_s)
     chosen = ranking.chosen
@@ -208,6 +207,16 @@ def _answer(planned: Planned, cluster: Cluster, named: str, *, relaxed: bool, pr
                   remedies(problem, cluster, planned.smaller(cluster)) if chosen is None else (),
                   _advice(problem, chosen, cluster),
                   None if rates is None or chosen is None else outlook(problem, chosen, cluster, rates))
+
+
+def _nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Cluster) -> PlanError:
+    if ranking.refused:
+        why = "; ".join(f"{kind}: {text}" for kind, text in ranking.refused.items())
+        return PlanError(f"no plan could be priced: {why}")
+    limits, count = problem.limits(cluster), len(cluster.devices)
+    return PlanError(f"no plan uses all {count} devices: replicas (at most {limits.batch}, the batch), tensor (at most "
+                     f"{limits.tensor}) and stages (at most {max(1, limits.layers)}) must multiply to {count}",
+                     hint="a larger batch or fewer devices; --price PER_HOUR ranks by cost, and plans may leave some out")
 
 
 def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
