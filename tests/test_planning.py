@@ -117,7 +117,7 @@ def test_a_batch_smaller_than_the_devices():
     """Plans have no more replicas than samples."""
     answer = paceline.plan(_job(batch=2), "2xcpu", calibrate_s=0)
     assert all(Plan.parse(row["plan"]).replicas <= 2 for row in answer.to_dict()["plans"])
-    with pytest.raises(PlanError, match="no plan could be priced"):
+    with pytest.raises(PlanError, match="no plan uses all 2 devices"):
         paceline.plan(_job(Moody, batch=1), "2xH100")
 
 
@@ -154,6 +154,16 @@ def test_what_can_be_neither_traced_nor_run_is_rough():
     assert answer.chosen is not None
     assert any("priced by its parameters alone: activations are left out" in note for note in answer.notes)
     assert "rough: " in answer.describe() and max(map(len, answer.describe().splitlines())) <= 100
+
+
+def test_a_model_that_fails_on_fake_tensors_is_said_to_in_a_line(caplog: pytest.LogCaptureFixture):
+    """torch would log a traceback for each try."""
+    class Short(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + torch.zeros(7).expand(len(x), 3)
+
+    answer = paceline.plan(_job(Short), "1xH100")
+    assert "could not be run on fake tensors (RuntimeError: " in " ".join(answer.notes) and not caplog.records
 
 
 def test_a_model_that_can_not_be_built():

@@ -86,11 +86,19 @@ def test_adapters_and_dtypes_of_a_configuration_are_priced(folder: Path) -> None
 @pytest.mark.parametrize(("fields", "message"), [
     ({"source": "lama"}, "did you mean 'llama'"), ({"source": "meta-llama/Llama-3-8B"}, "nothing is downloaded"),
     ({"source": "vit"}, "is of no language model"), ({"source": "llama", "lora": 0}, "--lora must be at least 1"),
-    ({"source": "llama", "weights": "bf17"}, "--weights bf17")])
+    ({"source": "llama", "weights": "bf17"}, "--weights bf17"),
+    ({"source": "gpt2", "sequence": 1025}, "--hf gpt2 has 1,024 positions, and --sequence is 1,025"),
+    ({"source": "opt", "sequence": 8192}, "has 2,048 positions"), ({"source": "bert"}, "hint: --sequence 512"),
+    ({"source": "xlm-roberta", "sequence": 512}, "has 510 positions")])
 def test_what_is_no_model_to_fine_tune(fields: dict[str, Any], message: str) -> None:
     """An error says what is known, and that nothing is downloaded."""
     with pytest.raises(UsageError, match=message):
         FineTuning(**fields).job()
+
+
+def test_a_model_that_computes_positions_takes_any_sequence(folder: Path) -> None:
+    FineTuning(str(folder), sequence=SIZE["max_position_embeddings"] * 4).job()
+    FineTuning("opt", sequence=2048).job()
 
 
 @pytest.mark.timeout(240)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import math
 import random
 import warnings
@@ -132,6 +133,9 @@ def _without_memory(job: Job) -> nn.Module:
 
 def _tried(how: str, profile: Callable[[], Profile], notes: list[str]) -> Profile | None:
     """A profile that is made so; None, and a note why, where it can't be."""
+    torchs = logging.getLogger("torch._subclasses.fake_tensor")  # else it prints the traceback that the note sums up
+    level = torchs.level
+    torchs.setLevel(logging.CRITICAL)
     try:
         return profile()
     except JobError:
@@ -139,6 +143,8 @@ def _tried(how: str, profile: Callable[[], Profile], notes: list[str]) -> Profil
     except Exception as error:
         notes.append(f"could not be run {how} ({_named(error)})")
         return None
+    finally:
+        torchs.setLevel(level)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,15 @@ class FineTuning:
 
         Raises:
             MissingPackage: transformers is not installed, or peft where adapters are asked for.
-            UsageError: there is no configuration, or it is of no language model.
+            UsageError: there is no configuration, it is of no language model, or of one with fewer positions.
         """
         import torch
 
         config, dtype = self._config(), self.dtype
         kind = _language_model(config)
+        if self.sequence > (room := _positions(config, kind, self.sequence)):
+            raise UsageError(f"--hf {self.source} has {room:,} positions, and --sequence is {self.sequence:,}",
+                             hint=f"--sequence {room}")
         if self.lora is not None:
             _imported("peft")
 
@@ -121,6 +125,22 @@ def _language_model(config: Any) -> Any:
             return kind
     raise UsageError(f"{type(config).__name__} is of no language model",
                      hint="write a job file with the model and its data: docs/job.md")
+
+
+def _positions(config: Any, kind: Any, sequence: int) -> float:
+    """Of a table of positions that the model has; infinite where it computes them, or has surely enough."""
+    import torch
+
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or sequence < most - 2:
+        return math.inf
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)
+              and most <= module.num_embeddings <= most + 2 and module.num_embeddings != config.vocab_size]
+    # The first rows of some tables stand for no position.
+    return min((table.num_embeddings - getattr(table, "offset", 0) -
+                (0 if table.padding_idx is None else table.padding_idx + 1) for table in tables), default=math.inf)
 
 
 def _with_adapters(model: Any, rank: int) -> Any:

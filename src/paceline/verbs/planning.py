@@ -216,7 +216,7 @@ def _nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Clu
     limits, count = problem.limits(cluster), len(cluster.devices)
     return PlanError(f"no plan uses all {count} devices: replicas (at most {limits.batch}, the batch), tensor (at most "
                      f"{limits.tensor}) and stages (at most {max(1, limits.layers)}) must multiply to {count}",
-                     hint="a larger batch or fewer devices; --price PER_HOUR ranks by cost, and plans may leave some out")
+                     hint="a larger batch or fewer devices; with --price PER_HOUR, plans may leave devices out")
 
 
 def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
