@@ -15,7 +15,7 @@ import paceline
 PUBLIC = ["Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "Optimizer", "PacelineError",
           "Plan", "Range", "Shards", "StepContext", "audit", "by_epoch", "by_step", "choice", "compare",
           "copy_every", "ema", "evaluate", "frozen", "load", "monitored", "open", "plan", "predict", "rehearse",
-          "report", "scale", "search", "train", "verify", "weights"]
+          "report", "scale", "search", "train", "verify", "weights", "whole"]
 
 
 def test_the_public_names_are_these_and_no_others():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.cluster import Cluster, Device
     from paceline.errors import PacelineError
     from paceline.job import Job
+    from paceline.job.metrics import whole
     from paceline.job.own_step import Optimizer, StepContext, copy_every, ema, frozen
     from paceline.job.phases import by_epoch, by_step, monitored
     from paceline.job.pretrained import weights
@@ -68,13 +69,14 @@ _HOMES = {
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",
     "weights": "paceline.job.pretrained",
+    "whole": "paceline.job.metrics",
 }
 
 __all__ = [
     "Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "Optimizer", "PacelineError", "Plan",
     "Range", "Shards", "StepContext", "audit", "by_epoch", "by_step", "choice", "compare", "copy_every", "ema",
     "evaluate", "frozen", "load", "monitored", "open", "plan", "predict", "rehearse", "report", "scale", "search",
-    "train", "verify", "weights",
+    "train", "verify", "weights", "whole",
 ]
 
 # Packages of their own names, loaded when first used like the names.

@@ -65,7 +65,8 @@ class Job:
         clip: Greatest global norm of the gradients.
         validation: Dataset that is evaluated at the end of every epoch and of the run, every sample once; not empty.
         test: Dataset that a search reads once, at its end, for the winner. Training never does.
-        metrics: Name to (output, target) -> a mean over dim-0 samples, or (sum, count).
+        metrics: Name to (output, target) -> a mean over dim-0 samples, or (sum, count); or to `paceline.whole(f)`,
+            which is given all samples at once.
         init: Pretrained weights in place of the seed's: a state dict, a function that returns one, or the path of a
             safetensors file, of a folder of Transformers, or of a run; or `pl.weights(...)` of one of these where names
             differ. Each rank reads the parts that it holds. See docs/phases.md.

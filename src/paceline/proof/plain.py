@@ -14,6 +14,7 @@ from itertools import pairwise, repeat
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from paceline.capture.attributes import (
     AttributeSnapshot,
@@ -26,6 +27,7 @@ from paceline.capture.float8 import in_float8
 from paceline.capture.written import lazy_copy
 from paceline.job import AUTOCAST, Job
 from paceline.job.batches import collated
+from paceline.job.metrics import OfAllSamples
 from paceline.job.modes import for_training, set_mode
 from paceline.proof.device import cpu_copy, one_device
 from paceline.proof.initial import load_plainly
@@ -253,18 +255,26 @@ class PlainRun:
         if job.models:
             return self._own_evaluation(data)
         functions = {"loss": job.criterion, **job.metrics}
+        wholes = {name: f for name, f in functions.items() if isinstance(f, OfAllSamples)}
+        kept: list[Any] = []
         sums, counts = dict.fromkeys(functions, 0.0), dict.fromkeys(functions, 0.0)
         self.model.eval()
         for start in range(0, len(data), job.batch):
             batch = self._evaluation_batch(data, range(start, min(start + job.batch, len(data))))
             with torch.no_grad(), autocast(job):
                 output = batch.call(self.model)
+                kept += [(output, batch.target)] if wholes else []
                 for name, function in functions.items():
+                    if name in wholes:
+                        continue
                     value = function(output, batch.target)
                     total, count = value if isinstance(value, tuple | list) else (value, 1)
                     factor = 1 if isinstance(value, tuple | list) else batch.samples
                     sums[name] += float(total) * factor
                     counts[name] += float(count) * factor
+        for name, function in wholes.items():
+            value = function(*tree_map(lambda *parts: torch.cat(parts).cpu(), *kept))
+            sums[name], counts[name] = map(float, value if isinstance(value, tuple | list) else (value, 1))
         self.model.train()
         return {name: sums[name] / counts[name] for name in functions if counts[name]}
 

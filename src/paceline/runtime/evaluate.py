@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from paceline.errors import TrainingError, UsageError, nearest
 from paceline.job import Job
+from paceline.job.metrics import OfAllSamples
 from paceline.job.phases import FIGURES
 from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed
 from paceline.runtime.loss import read_tally
+from paceline.runtime.metrics import AllSamples, refuse_no_mean
 from paceline.runtime.named_parts import ModelPart
 from paceline.runtime.prepare import autocast
 from paceline.runtime.stage_outputs import from_last_stage
@@ -117,25 +119,40 @@ def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any,
                     device: torch.device, beat: Callable[[str], None] = lambda phase: None) -> torch.Tensor:
     """Sum and count of the loss and of every metric over this rank's part of the data, float64 (functions, 2)."""
     functions = {"the loss": job.criterion, **{f"metric '{name}'": f for name, f in job.metrics.items()}}
+    wholes = {row: f for row, f in enumerate(functions.values()) if isinstance(f, OfAllSamples)}
+    every, number = AllSamples(part, mesh, device), 0
     sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     with kept_streams(), torch.no_grad():
         for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed, collate=job.evaluation_collate):
             beat("evaluate")
-            if not batch.samples and not layout.meets_in_forward:
+            if not batch.samples and not layout.meets_in_forward and not wholes:
                 continue
             moved = batch.to(device, torch.float64 if job.precision == "float64" else None)
             with autocast(job, device):
                 output = layout.forward(moved)
                 if not layout.has_output or not mesh.is_first_of_same_loss:
                     continue
+                if wholes:
+                    every.add(output, moved)
+                number += 1
                 for row, (name, function) in enumerate(functions.items()):
+                    if row in wholes:
+                        continue
+                    if row and batch.samples > 1 and not number & (number - 1):  # after 1, 2, 4, 8, ... micro-batches
+                        refuse_no_mean(name, function, output, moved.target, batch.samples, model)
                     tally = read_tally(function(output, moved.target), samples=batch.samples or 1, name=name)
                     if batch.samples:
                         sums[row] += torch.stack([
-                            torch.as_tensor(part, dtype=torch.float64, device=device)
-                            for part in (tally.total, tally.count)])
+                            torch.as_tensor(figure, dtype=torch.float64, device=device)
+                            for figure in (tally.total, tally.count)])
+        if wholes and layout.has_output and mesh.is_first_of_same_loss:
+            together = every.together()
+            for row, function in wholes.items():
+                tally = read_tally(function(*together), samples=1, name=list(functions)[row])
+                if not part.index:
+                    sums[row] = torch.tensor([float(tally.total), float(tally.count)], dtype=torch.float64)
     model.train(was_training)
     return sums
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from paceline.errors import CallbackError, JobError, PeerLost, Preempted
+from paceline.job.metrics import OfAllSamples
 from paceline.runtime import state
 from paceline.runtime.checkpoint.prune import later_saves, prune
 from paceline.runtime.checkpoint.read import newest_saved_step
@@ -769,11 +770,15 @@ class Coordinator(Server):
     # --- Evaluation and the end ----------------------------------------------------------------------------------
 
     def _begin_evaluation(self) -> None:
-        """Give every worker its part of the validation data, once it is idle; all have the same weights."""
+        """Give every worker its part of the validation data, once it is idle; all have the same weights. One has all
+        of it if a metric needs that."""
         self.num_evaluations += 1
-        self.evaluation = _Evaluation(self.num_evaluations, set(self.workers), {})
-        for part, number in enumerate(sorted(self.workers)):
-            self._say(number, {"evaluate": self.evaluation.number, "part": part, "of": len(self.workers),
+        workers = sorted(self.workers)
+        if any(isinstance(metric, OfAllSamples) for metric in self.job.metrics.values()):
+            workers = workers[:1]
+        self.evaluation = _Evaluation(self.num_evaluations, set(workers), {})
+        for part, number in enumerate(workers):
+            self._say(number, {"evaluate": self.evaluation.number, "part": part, "of": len(workers),
                                "version": self.clock.version})
 
     def _add_sums(self, worker: int, message: dict[str, Any]) -> None:

@@ -1,0 +1,37 @@
+"""Metrics of all outputs at once: figures that no sums over parts of the data give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import JobError
+
+
+@dataclass(frozen=True)
+class OfAllSamples:
+    """A metric that is given the outputs and targets of all samples; see `whole`."""
+
+    function: Callable[[Any, Any], Any]
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """Of these samples. What has a `reset`, as torchmetrics have, begins anew."""
+        if callable(reset := getattr(self.function, "reset", None)):
+            reset()
+        return self.function(output, target)
+
+
+def whole(function: Callable[[Any, Any], Any]) -> OfAllSamples:
+    """A metric of the whole validation set, such as F1, R squared, or the exponential of a mean.
+
+    Args:
+        function: (output, target) -> a number. Called once an evaluation, with the outputs and targets of all samples
+            in their order, along dim 0, on the CPU; they must fit in each rank's memory.
+
+    Raises:
+        JobError: it is no function.
+    """
+    if not callable(function):
+        raise JobError(f"pl.whole takes a function (output, target), got {type(function).__name__}")
+    return OfAllSamples(function)
