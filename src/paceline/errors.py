@@ -31,8 +31,8 @@ def in_words(error: BaseException) -> str:
     """An exception's type and text, and those of a group's exceptions, whatever its text holds: at most so much of it
     that it can be read.
 
-    >>> in_words(ValueError("no features of caf\udce9.jpg"))
-    'ValueError: no features of caf\\udce9.jpg'
+    >>> in_words(ValueError("no features of caf\\udce9.jpg"))
+    'ValueError: no features of caf\\\\udce9.jpg'
     """
     try:
         text = str(error)

@@ -440,7 +440,7 @@ class _Save:
             return ""
         if not is_open:
             self._check_peers()
-            raise _heard(f"another rank gave up the save of step {self.step}; its own message says why")
+            raise self._given_up()
         return "rank 0's commit"
 
     def _goes_on(self) -> None:
@@ -491,6 +491,9 @@ class _Save:
                 raise _Exiting
             pause_s = min(2 * pause_s, LAST_POLL_S)
 
+    def _given_up(self) -> CheckpointError:
+        return _heard(f"another rank gave up the save of step {self.step}; its own message says why")
+
     def _check_peers(self) -> None:
         if (reported := self._reported()) is not None:
             raise reported
@@ -508,6 +511,8 @@ class _Save:
         self._tensors.clear()
         if isinstance(error, CheckpointError):
             explained = error
+        elif isinstance(error, FileNotFoundError) and self.temp.parent.exists() and not self.temp.exists():
+            explained = self._reported() or self._given_up()  # its word may not have found room
         else:
             # A rank that gave up removes the folder under us: then its failure is the one to tell.
             failure = f"rank {self.rank} could not save step {self.step}"
