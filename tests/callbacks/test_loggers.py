@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from later import needed
 
 import paceline as pl
 from paceline.callbacks.loggers import loggers_of
+from paceline.callbacks.loggers.mlflow import MLflow
 from paceline.errors import MissingPackage, UsageError
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
@@ -113,6 +115,40 @@ def test_mlflow(tmp_path: Path, mlflow_server: str):
               for name in ("loss", "validation_loss")]
     assert_curves(*curves, expected)
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"note", "picture"}
+
+
+def test_a_server_that_does_not_answer_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """MLflow's client would try for four minutes, before the first step and whatever signal comes."""
+    needed("mlflow")
+    import socket
+
+    monkeypatch.setattr("paceline.callbacks.loggers.mlflow.ANSWER_S", 0.2)
+    with socket.socket() as silent, socket.socket() as closed:
+        for each in (silent, closed):
+            each.bind(("127.0.0.1", 0))
+        silent.listen()
+        for port in (silent.getsockname()[1], closed.getsockname()[1]):
+            with pytest.raises(UsageError, match=f"no server answers at http://127.0.0.1:{port}: "):
+                pl.train(job(), "single", run=tmp_path / "run", log=f"mlflow:http://127.0.0.1:{port}")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        with pytest.raises(UsageError, match="no server answers"):
+            pl.train(job(), "single", run=tmp_path / "run", log="mlflow")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["acc@1", "f1 (macro)", "top5%", "val/acc", "a//b", "../x", "/abs", "é", "x" * 300, "",
+                                  "a/./b", ".", "a:b"])
+def test_a_metric_may_have_any_name_in_mlflow(name: str):
+    """MLflow refuses other signs, and the run would end with its first evaluation."""
+    validate = needed("mlflow.utils.validation", "mlflow")._validate_metric_name
+    logger, logged = MLflow(), []
+    logger.client = SimpleNamespace(log_batch=lambda run_id, metrics: logged.extend(metrics))
+    logger.kept, logger.sent_s = [], time.monotonic()
+    logger.scalars(1, {name: 0.5})
+    logger.flush()
+    (metric,) = logged
+    validate(metric.key)
+    assert len(metric.key) <= 250 and metric.value == 0.5
 
 
 def records(path: Path) -> Iterator[Any]:

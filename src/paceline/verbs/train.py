@@ -93,6 +93,9 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
     action = read_action(on_spike)
     loggers = loggers_of(log)
+    if on is None and getattr(current(), "rank", 0) == 0:
+        for logger in loggers:
+            logger.check()
     source, loaded = open_job(job)
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)

@@ -96,6 +96,13 @@ class Logger(Callback, ABC):
         document = json.loads(path.read_text()) if path.exists() else {}
         write_json(path, {**document, self.kind: {"run_id": self.run_id, "logged": self._logged}})
 
+    def check(self) -> None:
+        """Make sure, before anything starts, that the run can be logged there, as far as that takes no time.
+
+        Raises:
+            UsageError: it can't.
+        """
+
     # --- By kind ----------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import posixpath
+import re
+import ssl
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.callbacks.handle import RunHandle
 from paceline.callbacks.images import Image
 from paceline.callbacks.loggers.logger import Logger, Status
+from paceline.errors import UsageError
 
 _BATCH = 500  # metrics sent at a time; the server takes 1000
 _KEPT_S = 5.0  # that a metric is kept back at most, while steps come in
+ANSWER_S = 10.0  # in which a server says anything; MLflow's client tries for minutes
+_LONGEST_NAME = 250
 
 
 class MLflow(Logger):
@@ -22,6 +31,25 @@ class MLflow(Logger):
     """
 
     kind = "mlflow"
+
+    def check(self) -> None:
+        """
+        Raises:
+            UsageError: no server answers at the address.
+        """
+        address = self.where or os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not address.startswith(("http://", "https://")):
+            return
+        try:
+            urllib.request.urlopen(address, timeout=ANSWER_S).close()
+        except (urllib.error.HTTPError, http.client.HTTPException, ssl.SSLError):  # it is there
+            return
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            if not isinstance(reason, ssl.SSLError):
+                shown = re.sub("//[^/@]*@", "//", address)  # it may hold a password
+                raise UsageError(f"--log mlflow: no server answers at {shown}: {reason}",
+                                 hint="start it, name another with --log mlflow:URI, or leave --log out") from error
 
     def begin(self, run: RunHandle, facts: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient
@@ -43,12 +71,12 @@ class MLflow(Logger):
         from mlflow.entities import Metric
 
         now_ms = int(1000 * time.time())
-        self.kept += [Metric(name, float(value), now_ms, step) for name, value in figures.items()]
+        self.kept += [Metric(_name(name), float(value), now_ms, step) for name, value in figures.items()]
         if len(self.kept) >= _BATCH or time.monotonic() - self.sent_s > _KEPT_S:
             self.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
-        self.client.log_text(self.run_id, text, f"{name}/step-{step}.txt")
+        self.client.log_text(self.run_id, text, f"{_name(name)}/step-{step}.txt")
 
     def image(self, step: int, name: str, image: Image) -> None:
         import tempfile
@@ -57,7 +85,7 @@ class MLflow(Logger):
         with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
             path = Path(folder) / f"step-{step}.png"
             path.write_bytes(image.data)
-            self.client.log_artifact(self.run_id, str(path), name)
+            self.client.log_artifact(self.run_id, str(path), _name(name))
 
     def flush(self) -> None:
         while self.kept:
@@ -68,3 +96,9 @@ class MLflow(Logger):
     def finish(self, status: Status) -> None:
         self.client.set_terminated(self.run_id, status={"finished": "FINISHED", "failed": "FAILED",
                                                         "interrupted": "KILLED"}[status])
+
+
+def _name(name: str) -> str:
+    """As MLflow takes it: of letters, digits and some signs, and a path that is no other."""
+    path = posixpath.normpath(re.sub(r"[^\w\-. :/]", "-", name))
+    return re.sub(r"^[./]+", "", path)[:_LONGEST_NAME].rstrip("/") or "-"
