@@ -123,10 +123,8 @@ def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
     ask_forks_about_cuda()
     if isinstance(job, str | Path):
         job = JobFile.parse(str(job))
-    before = inherited.descriptors()
-    loaded = job.load() if isinstance(job, JobFile) else job
-    if left := inherited.left_behind(before):
-        print(f"note: {left}", file=sys.stderr, flush=True)
+    with inherited.named():
+        loaded = job.load() if isinstance(job, JobFile) else job
     if isinstance(job, JobFile):
         return job, loaded
     if not isinstance(job, Job):

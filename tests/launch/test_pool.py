@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,13 @@ def body(context: RankContext, payload: dict[str, Any], line: Line) -> Any:
             while context.stop_signal is None:
                 time.sleep(0.005)
         return "stopped"
+    if does == "lock":
+        threading.Event().wait()
+    if does == "compute":
+        until_s = time.monotonic() + 4
+        while time.monotonic() < until_s:
+            pass
+        return "computed"
     if does == "hang":
         line.report("ready")
         time.sleep(60)
@@ -168,3 +176,15 @@ def test_ranks_end_with_the_pool(make_pool: Callable[[int], Pool]):
     assert len(ranks) == 3
     pool.close()
     assert not psutil.wait_procs(ranks, timeout=60)[1]
+
+
+def test_a_rank_alone_that_computes_nothing_is_ended(nothing_left: Path):
+    """Nobody else waits for it, and it would wait for ever; its device is free for the next task."""
+    with Pool(body, Cluster.local("cpu:0").devices, timeout_s=1.0) as pool:
+        for does in ("lock", "compute"):
+            task = pool.start({"does": does}, [0], fault_policy=ALL_NEEDED)
+            end = until_end(pool, {task})[task]
+            if does == "compute":
+                assert (end.value, end.failure) == ("computed", None)
+            else:
+                assert end.failure is not None and "rank 0 did not go on for 1 s" in end.failure.message

@@ -15,7 +15,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -76,14 +76,18 @@ def closed_connections() -> str:
             "use them: connect in the process that reads, in the data set's first __getitem__") if _closed else ""
 
 
-def descriptors() -> dict[int, tuple[int, int]]:
-    """What each open descriptor of this process is, for `left_behind`."""
-    return {descriptor: _identity(status) for descriptor, status in _open()}
+@contextmanager
+def named() -> Iterator[None]:
+    """Say after the block, which loads a job, what forks won't have or share of what it leaves."""
+    before = {descriptor: _identity(status) for descriptor, status in _open()}
+    yield
+    if left := _left_behind(before):
+        print(f"note: {left}", file=sys.stderr, flush=True)
 
 
-def left_behind(before: dict[int, tuple[int, int]]) -> str:
-    """What forks won't have, or share, of threads that run and of connections and pipes that were opened since
-    `descriptors()` said `before`, in words; "" if there is nothing."""
+def _left_behind(before: dict[int, tuple[int, int]]) -> str:
+    """Threads that run, and connections and pipes that were opened since descriptors were `before`, in words; "" if
+    there are none."""
     threads = [thread.name for thread in threading.enumerate() if _is_of_job(thread)]
     opened = [(descriptor, status) for descriptor, status in _open() if before.get(descriptor) != _identity(status)]
     peers = [peer for descriptor, status in opened if (peer := _peer(descriptor, status))]

@@ -27,6 +27,7 @@ from paceline.launch.failure import Failure, is_users
 from paceline.launch.heartbeats import Heartbeat, HeartbeatTable
 from paceline.launch.memory_files import memory_file
 from paceline.launch.watchdog import (
+    ASLEEP,
     COLLECTIVES,
     FRAMES_OF_A_COLLECTIVE,
     LOADER,
@@ -39,7 +40,6 @@ from paceline.launch.watchdog import (
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGINFO  # type: ignore[attr-defined]
 _STACK_S, _STACK_POLL_S = 0.5, 0.01  # how long to wait for the stacks
 _PATIENCES = 3  # that ranks which compute nothing have while nobody waits
-_ASLEEP = 0.1  # of its silence in which a rank that does something computes at least
 _AWAY_S = 5.0  # without a look, of which there are two a second
 _FETCH = str(Path("torch", "utils", "data", "_utils", "fetch.py"))  # where a loader worker makes a batch
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -125,7 +125,7 @@ class OutsideWatch:
 
     def _is_asleep(self, rank: int, pid: int) -> bool:
         """Whether a silent rank, and what works for it, computes nothing: it waits for what doesn't come."""
-        return _computed_s(pid) - self._silences[rank].computed_s < _ASLEEP * self.patience_s
+        return _computed_s(pid) - self._silences[rank].computed_s < ASLEEP * self.patience_s
 
     def _report(self, reacting: dict[int, dict[str, Any]], dumb: list[int], pids: dict[int, int]) -> Failure:
         world_size = len(pids)

@@ -39,6 +39,8 @@ _STORE_S = 5.0  # and for the store, on top of it: one that lives in a stopped p
 _AFTER_LOSS = "look at the last lines of its log; --resume goes on from the last checkpoint"
 COLLECTIVES = f"torch{os.sep}distributed{os.sep}"  # where the files of torch's collectives are
 LOADER = str(Path("torch", "utils", "data", "dataloader.py"))  # where a rank waits for its loader workers
+_ANSWERS = str(Path("paceline", "launch", "messages.py"))  # where a rank waits for who started it
+ASLEEP = 0.1  # of its silence in which a rank that does something computes at least
 FRAMES_OF_A_COLLECTIVE = 6  # how deep a collective is in them at most
 
 
@@ -52,10 +54,11 @@ class Watchdog:
     def __init__(self, context: RankContext, *, timeout_s: float, report: Callable[[Failure], None]) -> None:
         self.context, self.timeout_s, self.report = context, timeout_s, report
         self.done, self.awake_s = threading.Event(), 0.0  # what ranks were silent before does not count
+        self.silent_since_s = self.computed_s = 0.0  # of the last sign of life, and what was computed until then
         self.thread = threading.Thread(target=self._watch, name="paceline-watch", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self.context.world_size > 1 and not self.context.is_watched:
+        if not self.context.is_watched:
             self.thread.start()
         return self
 
@@ -64,6 +67,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self.done.wait(min(1.0, self.timeout_s / 4)):
+            if self.silent_since_s != self.context.sign.time_s:
+                self.silent_since_s, self.computed_s = self.context.sign.time_s, time.process_time()
             if self.context.unreachable:
                 failure = self._silence(self.context.unreachable[0])
             elif self.context.lost:
@@ -97,14 +102,15 @@ class Watchdog:
         """Say where this rank is, hear where the others are, and name the culprit. None where nobody waits: rank 0
         tells of that."""
         store, rank, world_size = self.context.store, self.context.rank, self.context.world_size
-        assert store is not None
+        position = self._position()
+        if store is None:
+            return self._alone(position)
 
         def ask() -> dict[int, dict[str, Any]]:
             store.set(f"stuck/{rank}", json.dumps(position))
             time.sleep(_ANSWER_S)
             return {r: json.loads(store.get(f"stuck/{r}")) for r in range(world_size) if store.check([f"stuck/{r}"])}
 
-        position = self._position()
         positions = within(_ANSWER_S + _STORE_S if rank else None, ask)
         if positions is None:  # rank 0 keeps the store; of the others nothing is known
             return hang_failure({rank: position}, world_size=world_size, rank=rank, timeout_s=self.timeout_s,
@@ -115,6 +121,18 @@ class Watchdog:
         self.awake_s = time.monotonic()
         if rank == 0:
             tell_silence(failure)
+        return None
+
+    def _alone(self, position: dict[str, Any]) -> Failure | None:
+        """The report of an only rank that computes nothing; one that computes is told of."""
+        if position["waits"] or active_children() or _ANSWERS in position["stack"]:
+            return None
+        failure = hang_failure({self.context.rank: position}, world_size=1, rank=self.context.rank,
+                               timeout_s=self.timeout_s)
+        if time.process_time() - self.computed_s < ASLEEP * self.timeout_s:
+            return failure
+        self.awake_s = time.monotonic()
+        tell_silence(failure)
         return None
 
     def _position(self) -> dict[str, Any]:

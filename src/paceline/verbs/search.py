@@ -17,6 +17,7 @@ from paceline.job import Job
 from paceline.jobfile import JobFile, JobFunction
 from paceline.launch import signals
 from paceline.launch.failure import user_frames
+from paceline.launch.inherited import named
 from paceline.launch.worker_pool import WorkerPool
 from paceline.plans import Plan
 from paceline.runtime import folder
@@ -121,7 +122,8 @@ def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, 
     if isinstance(job, str):
         job = JobFile.parse(job)
     if isinstance(job, JobFile):
-        return job, job.open()
+        with named():
+            return job, job.open()
     if not callable(job):
         raise UsageError(f"search takes a function that returns a Job, or its file, got {type(job).__name__}")
     return None, JobFunction(job, Path(inspect.getsourcefile(job) or "job"))
