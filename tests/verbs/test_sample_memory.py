@@ -13,7 +13,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import paceline
+from paceline.cluster import Cluster, Device
 from paceline.errors import PlanRefused
+from paceline.planner.resolve import Resolved
+from paceline.plans import Plan
+from paceline.verbs import checks
 
 pytestmark = pytest.mark.checked_runs
 
@@ -89,6 +93,15 @@ def test_a_data_set_that_remembers_is_refused(kind: type[Samples], options: dict
     with pytest.raises(PlanRefused, match="data gives other samples after some were read before") as raised:
         train(tmp_path / "run", kind(), **options)
     assert "--check no" in str(raised.value) and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_it_is_refused_on_gpus_too(tmp_path: Path):
+    """Where the first update is not checked."""
+    job = paceline.Job(model=lambda: nn.Linear(3, 2), data=CachedAfter(), loss=nn.functional.cross_entropy, batch=6,
+                       epochs=2, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    gpus = Cluster(tuple(Device("cuda", index, 2**30, name="H200") for index in range(2)))
+    with pytest.raises(PlanRefused, match="data gives other samples"):
+        checks.first_update(job, None, Resolved(Plan.parse("data=2"), gpus, (1, 1)), environment=None, timeout_s=60)
 
 
 def test_validation_data_and_collate_functions_remember_too(tmp_path: Path):
