@@ -89,6 +89,20 @@ def batch_norm_cumulative() -> paceline.Job:
                     data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)))
 
 
+class BatchNormByHand(nn.BatchNorm1d):
+    """With a forward of its own, which calls torch's operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.batch_norm(x, 1.1 * self.weight, self.bias, self.running_mean, self.running_var, self.training,
+                                0.2, 1e-4, False)
+
+
+@entry("batch norms that call the operator themselves")
+def batch_norm_by_hand() -> paceline.Job:
+    return make_job(lambda: Net(lambda: BatchNormByHand(FEATURES)),
+                    data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)))
+
+
 @entry("batch norms in evaluation mode, as in fine-tuning")
 def batch_norm_frozen() -> paceline.Job:
     class Frozen(Net):

@@ -168,6 +168,27 @@ def watched_inputs() -> paceline.Job:
     return make_job(Watched)
 
 
+class ActNorm(nn.Module):
+    """A scale and a bias that the first batch sets, as in Glow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(FEATURES)), nn.Parameter(torch.zeros(FEATURES))
+        self.is_set = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.is_set:
+            self.bias.data.copy_(-x.mean(0))
+            self.scale.data.copy_(1 / (x.std(0, correction=0) + 1e-3))
+            self.is_set = True
+        return (x + self.bias) * self.scale
+
+
+@entry("weights that the first batch sets")
+def act_norm() -> paceline.Job:
+    return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), ActNorm())))
+
+
 class MomentumTarget(nn.Module):
     """An online net and a frozen one that follows it, as BYOL."""
 

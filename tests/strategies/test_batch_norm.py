@@ -121,6 +121,41 @@ def test_statistics_are_those_of_all_replicas(model: Callable[[], nn.Module], pl
     assert_equal_to_one_device(job_of(model), tmp_path, *plans)
 
 
+class ActNorm(nn.Module):
+    """Sets its scale and its bias by the first batch, and counts forwards."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+        self.register_buffer("is_set", torch.zeros((), dtype=torch.uint8))
+        self.register_buffer("mean", torch.zeros(features))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.forwards += 1
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            if not self.is_set:
+                self.bias.data.copy_(-x.mean(0))
+                self.scale.data.copy_(1 / x.std(0, correction=0))
+                self.is_set.fill_(1)
+        return (x + self.bias) * self.scale * (1 + self.forwards / 100)
+
+
+@pytest.mark.checked_runs
+def test_what_is_set_by_the_first_batch_is_set_by_all_of_it(tmp_path: Path) -> None:
+    """Each replica has other samples of it, and some have one or none. What every forward changes goes on from where it
+    was."""
+    few = TensorDataset(*(tensor[:4] for tensor in DATA.tensors))
+    norms = lambda features: nn.Sequential(ActNorm(features), nn.Dropout(0.0), nn.BatchNorm1d(features))  # noqa: E731
+    job = job_of(of_blocks(norms))
+
+    assert_equal_to_one_device(job, tmp_path / "many", "data=2 shares=3:1", "shard=3")
+    assert_equal_to_one_device(replace(job, data=few), tmp_path / "few", "data=3 shares=2:1:1")
+    assert paceline.train(job_of(of_blocks(lambda features: nn.Sequential(ActNorm(features), nn.Dropout(0.5)))),
+                          "data=2", run=tmp_path / "checked")["check"]["verdict"] == "passed"
+
+
 class Chosen(nn.Module):
     """Which of two batch norms runs depends on the samples, and how often."""
 

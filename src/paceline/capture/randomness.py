@@ -102,6 +102,13 @@ def is_switched_off() -> bool:
                                      for mode in _get_current_dispatch_mode_stack())
 
 
+def forget_draws() -> None:
+    """A step begins anew."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, WithoutRandomness):
+            mode.forget()
+
+
 @contextmanager
 def without_modes() -> Iterator[bool]:
     """Meanwhile nothing sees operators before torch does, as torch.compile wants it. Gives whether they draw: what is

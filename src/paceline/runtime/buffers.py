@@ -53,6 +53,18 @@ class ChangingBuffers:
         self._frozen = {name: SeenValue(p) for name, p in self._model.named_parameters()
                         if self._with_frozen and not p.requires_grad}
 
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """All is as it was at the last look, in the same objects."""
+        for _, module, attributes, buffers in self._modules:
+            for now, seen in ((vars(module), attributes), (module._buffers, buffers)):
+                for key in [key for key in now if key not in seen.values]:
+                    del now[key]
+                for key, value in seen.values.items():
+                    now[key] = then = seen.then(key)
+                    if isinstance(value, torch.Tensor) and then is not value:
+                        now[key] = value.copy_(then)
+
     def unsynced(self) -> list[str]:
         """Names of what has changed and is not met yet, of attributes with a mark before them. No value is read of
         what nothing has written to."""

@@ -21,6 +21,10 @@ _version = attrgetter("_version")
 _ROUNDING = 16  # units in the last place that equal edits may differ by: devices may not add in one order
 
 
+class EditsDifferError(PlanRefused):
+    """Replicas have changed a parameter in different ways in the first step; nothing is merged yet."""
+
+
 class Edits:
     """Looks at this rank's parameters before the forwards of a step, and merges what those changed.
 
@@ -75,26 +79,36 @@ class Edits:
             has_unknown: Whether some rank has changed a parameter that is not known yet.
 
         Raises:
-            PlanRefused, after the first step TrainingError: replicas changed an element in different ways.
+            EditsDifferError, after the first step TrainingError: replicas changed an element in different ways.
         """
         changed = union_of_names(self._changed, group) if has_unknown else ()
         unknown = [name for name in changed if name not in self.names]
+        merged = []
         for name in [*self.names, *unknown]:
             if name in self._parameters:
                 tensor = local_part(self._parameters[name].detach())
                 before = local_part(self._seen[name].value) if name in self._seen else (
                     None if name in self._changed else tensor)
-                _merge(name, tensor, before, group, agree=name in unknown, step=step)
+                merged.append((tensor, _merged(name, tensor, before, group, agree=name in unknown, step=step)))
+        for tensor, value in merged:
+            tensor.copy_(value)
         self.names += unknown
         self._seen = {}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """What the first step's forwards changed is as it was, and the next ones are the first."""
+        for seen in self._seen.values():
+            local_part(seen.tensor).copy_(local_part(seen.value))
+        self._is_first = True
 
     def _versions_now(self) -> list[tuple[int, int]]:
         parameters = self._parameters.values()
         return list(zip(map(_version, parameters), map(address, parameters), strict=True))
 
 
-def _merge(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: dist.ProcessGroup, *, agree: bool,
-           step: int) -> None:
+def _merged(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: dist.ProcessGroup, *, agree: bool,
+            step: int) -> torch.Tensor:
     """before: its value before the forwards; None if it is not known here. agree: whether it may be unknown somewhere.
     """
     real = _as_reals(tensor)
@@ -105,18 +119,19 @@ def _merge(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: 
         dist.all_reduce(start, dist.ReduceOp.MAX, group=group)
     is_edited = real != start
     ends = torch.stack([torch.where(is_edited, real, nothing), torch.where(is_edited, -real, nothing)])
+    ends = torch.where(ends.isnan(), torch.inf, ends)  # which the greatest of several could lose
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
     most, least = ends[0], -ends[1]
     is_edited_somewhere = most > -torch.inf
     spread = torch.where(is_edited_somewhere, most - least, 0)
     if bool((spread > _ROUNDING * torch.finfo(real.dtype).eps * most.abs()).any()):
-        error = TrainingError if step else PlanRefused
+        error = TrainingError if step else EditsDifferError
         raise error(f"a forward changes the parameter '{name}' in place, and replicas change it in different ways: "
                     "what it becomes depends on the samples",
                     hint="register it as a buffer, which becomes the mean of all replicas, or use a plan that doesn't "
                          "cut the batch: single, tensor=N, or pipeline=N microbatches=1")
     merged = torch.where(is_edited_somewhere, most, start)
-    tensor.copy_(torch.view_as_complex(merged) if tensor.is_complex() else merged)
+    return torch.view_as_complex(merged) if tensor.is_complex() else merged
 
 
 def _as_reals(tensor: torch.Tensor) -> torch.Tensor:

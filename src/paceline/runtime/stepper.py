@@ -26,7 +26,7 @@ from paceline.plans import Plan
 from paceline.runtime.blame import blaming
 from paceline.runtime.buffers import ChangingBuffers
 from paceline.runtime.clipping import clip, squared_norm
-from paceline.runtime.edits import Edits
+from paceline.runtime.edits import Edits, EditsDifferError
 from paceline.runtime.feed import DataShard, MicroBatch
 from paceline.runtime.follow import follow, refuse_apart
 from paceline.runtime.freezing import Freezing
@@ -41,6 +41,7 @@ from paceline.runtime.order import Window
 from paceline.runtime.prepare import prepare_job
 from paceline.runtime.refusals import check_loss, check_used
 from paceline.runtime.scaling import LossScale
+from paceline.runtime.set_once import set_once
 from paceline.runtime.spikes import Spikes
 from paceline.runtime.stage_outputs import from_last_stage
 from paceline.runtime.trace import TraceRecorder
@@ -52,6 +53,7 @@ from paceline.strategies.compose import (
     held_elsewhere,
     step_sync_of,
 )
+from paceline.strategies.layout import Whole
 from paceline.strategies.mesh import Mesh, is_about_parts, local_part
 from paceline.strategies.shard.run import is_sharded
 from paceline.strategies.state_tensors import NOTHING_SAVED, StateTensor
@@ -234,7 +236,13 @@ class Stepper:
             return self._own_step(window, batches, sample_share=sample_share, step=step, stop=stop, beat=beat,
                                   on_launched=on_launched, observe=observe)
         evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat, on_launched=on_launched)
-        evaluation = evaluate(observe=observe)
+        try:
+            evaluation = evaluate(observe=observe)
+        except EditsDifferError:
+            if not isinstance(self.layout, Whole):
+                raise
+            self._set_once()
+            evaluation = evaluate(observe=observe)
         norm = self.gradient_norm = evaluation.norm
         if self.needs_closure:
             evaluation = self._update_with_closure(evaluation, evaluate, sample_share=sample_share, step=step)
@@ -274,6 +282,8 @@ class Stepper:
         # The one time in an evaluation that the host waits for the device.
         *host_figures, norm_squared = combined.tolist()
         loss, count, _, summed, _, edited, unknown, overflowed, _, *users = host_figures
+        if edited and self.merges_edits:
+            self.edits.merge(self.mesh.group("replicas"), has_unknown=bool(unknown), step=step)
         mean = (1.0 if self.scaling is None else self.scaling.expected_count(window.count)) / count if summed and (
             count) else float(count != 0)
         is_skipped = self.scaling is not None and (bool(overflowed) or not math.isfinite(loss))
@@ -298,13 +308,19 @@ class Stepper:
             self.scale_gradients(mean, self.parameters)
         if observe:
             observe(self)
-        if edited and self.merges_edits:
-            self.edits.merge(self.mesh.group("replicas"), has_unknown=bool(unknown), step=step)
         beat("optimizer")
         if is_skipped or self.job.clip is None:
             return Evaluation(figures, host_figures, None, is_skipped, spike)
         clip(self.job.clip, self.parameters, squares.sqrt() * mean)
         return Evaluation(figures, host_figures, math.sqrt(norm_squared) * mean)
+
+    def _set_once(self) -> None:
+        """Go back to before the first step, in which replicas have set parameters by other samples each, and set them
+        by those of all."""
+        self.edits.put_back()
+        self.buffers.put_back()
+        set_once(self)
+        self.buffers.look()
 
     def _own_step(self, window: Window, batches: list[MicroBatch], *, sample_share: float, step: int,
                   stop: Callable[[], bool], beat: Callable[[str], None], on_launched: Callable[[], None],
