@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.utils.data import Dataset
 import paceline
 from paceline.errors import PacelineError, UsageError
 from paceline.jobfile import JobFile
-from paceline.launch import local, watchdog
+from paceline.launch import local, signals, watchdog
 from paceline.runtime.checkpoint import write
 from tests.commands import Command
 
@@ -731,3 +733,33 @@ def test_ctrl_c(tmp_path: Path, wait_for: Callable[..., None]):
     assert not psutil.wait_procs(ranks, timeout=60)[1]
     assert_nothing_half_written(tmp_path / "run")
     assert len(saved_steps(tmp_path / "run")) == 1
+
+
+def test_a_second_ctrl_c_shows_the_cursor(tmp_path: Path, wait_for: Callable[..., None]):
+    """A rank that draws on a terminal has hidden it, and is killed before it can show it."""
+    run, started = tmp_path / "run", tmp_path / "started"
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if (run / "metrics.jsonl").exists():
+            started.touch()
+            time.sleep(60)
+        return F.cross_entropy(output, target)
+
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            paceline.train(a_job(loss=loss), "single", run=run)
+        finally:
+            os._exit(1)
+    drawn = b""
+    try:
+        wait_for(started.exists)
+        for _ in range(2):
+            os.kill(pid, signal.SIGINT)
+            time.sleep(signals.SAME_REQUEST_S + 0.1)
+        with suppress(OSError):  # which Linux gives where the other end is closed
+            while part := os.read(terminal, 4096):
+                drawn += part
+    finally:
+        os.waitpid(pid, 0)
+    assert b"\x1b[?25l" in drawn and drawn.rindex(b"\x1b[?25h") > drawn.rindex(b"\x1b[?25l")

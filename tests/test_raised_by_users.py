@@ -120,3 +120,18 @@ def test_the_reason_of_a_loss_that_is_no_number(tmp_path: Path):
     failure = json.loads((tmp_path / "run" / "summary.json").read_text())["failure"]
     assert (failure["reason"], failure["error"], failure["exit_code"]) == ("training_error", "TrainingError", 1)
 
+
+
+def test_memory_that_runs_out_is_told_before_remedies(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                                      monkeypatch: pytest.MonkeyPatch):
+    """To look for them takes a while."""
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise MemoryError("no more pages")
+
+    def look(priced: Any) -> str:
+        assert "rank 0 ran out of memory: no more pages; looking for what would fit" in capfd.readouterr().err
+        return "a smaller batch"
+
+    monkeypatch.setattr("paceline.verbs.train.what_would_fit", look)
+    assert failed(tmp_path / "run", loss=loss).exit_code == 3
+    assert "a smaller batch" in capfd.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -334,3 +335,16 @@ def test_servers_do_not_evaluate_before_a_stop_by_signal_unless_callbacks_count_
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line["step"] for line in lines if "validation_loss" in line]
     assert evaluated == ([1, 2, 3] if with_callbacks else [1, 2])
+
+
+@pytest.mark.parametrize("hook", ["on_step", "on_evaluation"])
+def test_a_callback_that_does_not_return_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], hook: str):
+    """It is told with its method after the patience, and the run goes on when it returns."""
+    class Sleeper(pl.Callback):
+        pass
+
+    setattr(Sleeper, hook, lambda self, run, report: time.sleep(1.5) if report.step == 5 else None)
+    result = pl.train(job([Sleeper()], epochs=None, steps=10), "data=2", run=tmp_path / "run", timeout_s=1.0)
+    assert result["steps"] == 10
+    assert f"warning: Sleeper.{hook} has not returned, and callbacks have had 1 s for what follows step 5" in (
+        capfd.readouterr().err)

@@ -25,7 +25,7 @@ from paceline.errors import CallbackError, UsageError, in_words
 from paceline.launch.failure import traced
 from paceline.launch.messages import RanksGone
 from paceline.runtime.control import Requests
-from paceline.runtime.documents import metrics_kind, rows
+from paceline.runtime.documents import rows
 from paceline.runtime.folder import CHECKPOINTS, LOGGED, METRICS
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class RunController:
         self.run = RunHandle(job, plan, folder, job.total_steps, save_every)
         self.run._log = self._log
         self.error: BaseException | None = None
-        self._failure = ""
+        self._failure = self._running = ""
         self._initial: list[dict[str, Any]] | None = None
         self._offset = 0
         self._samples = 0
@@ -186,7 +186,7 @@ class RunController:
             file.seek(self._offset)
             data = file.read()
         before, self._offset = self._offset, self._offset + data.rfind(b"\n") + 1
-        yield from rows(data, path, metrics_kind, after=before)
+        yield from rows(data, path, after=before)
 
     def _count(self, line: Mapping[str, Any]) -> bool:
         """Take the loss of a step into that of its epoch. Returns whether the line is a step's."""
@@ -224,6 +224,7 @@ class RunController:
 
     def _protected(self, callback: Callback, method: str, *values: Any) -> Any:
         """Call a method; what it raises ends the run."""
+        self._running = f"{type(callback).__name__}.{method}"
         try:
             return getattr(callback, method)(*values)
         except RanksGone:
@@ -231,6 +232,14 @@ class RunController:
         except _RAISED as error:
             self._fail(callback, method, error)
             return None
+        finally:
+            self._running = ""
+
+    def tell_slow(self, after_s: float) -> None:
+        """Callbacks have had so long for what they were last told, or so long again."""
+        if running := self._running:
+            print(f"warning: {running} has not returned, and callbacks have had {after_s:g} s for what follows step "
+                  f"{self.run.step}; ranks that need their answer wait", file=sys.stderr, flush=True)
 
     def _fail(self, callback: Callback, method: str, error: BaseException) -> None:
         if self.error is None:

@@ -23,7 +23,7 @@ from paceline.launch.context import RankContext
 from paceline.launch.failure import Failure, cause_of, different_verbs, ended_by, killed, stopped
 from paceline.launch.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPolicy
 from paceline.launch.fork import refuse_used_cuda
-from paceline.launch.heartbeats import HeartbeatTable
+from paceline.launch.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.inherited import close_connections
 from paceline.launch.messages import Line, Message, RanksGone
 from paceline.launch.outside_watch import OutsideWatch
@@ -60,6 +60,9 @@ class Listener(Protocol):
         Raises:
             RanksGone: from `exchange`, the rank is no more.
         """
+
+    def tell_slow(self, after_s: float) -> None:
+        """It has had so long, or so long again, for the last report or question. From another thread."""
 
 
 class _ListenerAbandoned(BaseException):
@@ -351,13 +354,14 @@ class _Ranks:
 
     def _listen(self, number: int, message: Message) -> None:
         """Let the listener hear what a rank says, and pass on what it answers."""
-        listener, is_report = self.launch.listener, message.kind == "report"
+        listener, is_report, timeout_s = self.launch.listener, message.kind == "report", self.launch.timeout_s
         assert listener is not None
         with suppress(RanksGone, _ListenerAbandoned):  # the rank's end is what follows
             self.listens.set()
             try:
-                word = (listener.on_report() if is_report else
-                        listener.on_question(message.value, partial(self._exchange, number)))
+                with signs_of_life(partial(listener.tell_slow, timeout_s), every_s=timeout_s):
+                    word = (listener.on_report() if is_report else
+                            listener.on_question(message.value, partial(self._exchange, number)))
             finally:
                 self.listens.clear()
             if word is not None:

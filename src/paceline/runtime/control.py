@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from paceline.launch.context import RankContext
@@ -48,6 +49,7 @@ class Controlling(Protocol):
     def hooks(self) -> frozenset[str]: ...
     def on_report(self) -> Answer | None: ...
     def on_question(self, event: Mapping[str, Any], exchange: Callable[[dict[str, Any]], Any]) -> Answer: ...
+    def tell_slow(self, after_s: float) -> None: ...
 
 
 class RunControl:
@@ -116,7 +118,9 @@ class RunControl:
         """On rank 0, which does what it is ordered to before the answer comes."""
         line = self.context.line
         if line is None:
-            with waiting, signs_of_life(self._give_sign, every_s=self._sign_every_s):
+            timeout_s = self.context.timeout_s
+            with (waiting, signs_of_life(self._give_sign, every_s=self._sign_every_s),
+                  signs_of_life(partial(self.controller.tell_slow, timeout_s), every_s=timeout_s)):
                 return self.controller.on_question(event, self._obey)
         line.question(dict(event))
         while True:

@@ -256,6 +256,8 @@ class TrainRequest:
                 folder.write_failure(run_dir, str(self.resolved.plan), failed)
                 failed.run_dir = run_dir
             if failed.exit_code == OutOfMemory.exit_code and launcher.is_first:
+                what, rank = failed.failure.message.partition("\n")[0], failed.failure.rank
+                print(f"rank {rank} ran {what}; looking for what would fit", file=sys.stderr, flush=True)
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise
 
