@@ -145,10 +145,10 @@ def kept_unless_trained(run_dir: Path) -> Iterator[None]:
         aside.unlink(missing_ok=True)
 
 
-def _last_step(run_dir: Path) -> str:
+def _last_step(run_dir: Path) -> bytes:
     """The line of the newest step."""
-    lines = (run_dir / METRICS).read_text().splitlines() if (run_dir / METRICS).exists() else []
-    return next((line for line in reversed(lines) if '"step_s"' in line), "")
+    lines = (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).exists() else []
+    return next((line for line in reversed(lines) if b'"step_s"' in line), b"")
 
 
 def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:

@@ -327,11 +327,11 @@ def _variables(rank: int, world_size: int, local_rank: int, local_world_size: in
 def _steps(run_dir: Path) -> int:
     """That the run has come to, by its last whole line of metrics."""
     metrics = run_dir / folder.METRICS
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
     for line in reversed(lines):
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError):
+        except (ValueError, LookupError, TypeError):
             continue
     return -1
 
