@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import psutil
 import pytest
@@ -194,11 +195,11 @@ class Counted(nn.Module):
         return output
 
 
-@pytest.mark.parametrize(("coupled", "forwards"), [(False, 1), (True, 11)])
+@pytest.mark.parametrize(("coupled", "forwards"), [(False, 1 + 3), (True, 11 + 2)])
 def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: int, tmp_path: Path) -> None:
     """One forward of one device is enough for a plan that agrees to a few roundings. A coupled one needs ten more:
     with nudged weights, for each micro-batch with the weights as they are and with nudged ones, and to look at the loss
-    by itself."""
+    by itself. Three take four samples, at once and in parts; a BatchNorm refuses the part of one."""
     job = make_job(lambda: Counted(tmp_path, coupled=coupled), steps=1)
 
     update_check = checked(job, "data=2 accumulate=2")
@@ -435,3 +436,136 @@ def test_ranks_of_torchrun_are_checked(text: str, message: str, tmp_path: Path) 
 
     assert message in ran.stdout + ran.stderr
     assert (ran.returncode == 0) == (text == FILE) == (tmp_path / "run" / "model.safetensors").exists()
+
+
+# --- What the first batch cut in equal parts does not show -----------------------------------------------------------
+
+TOKENS = torch.randint(9, (24, 6), generator=torch.Generator().manual_seed(2))
+
+
+def tokens(lengths: list[int]) -> Any:
+    """Sequences whose targets count up to these lengths, in order; the rest of the targets is ignored."""
+    counted = torch.arange(6) < torch.tensor(lengths)[:, None]
+    return TensorDataset(TOKENS, torch.where(counted, TOKENS.roll(1, 1), -100))
+
+
+def token_mean(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def masked_mean(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+    losses = F.cross_entropy(output, target["y"], reduction="none") * target["mask"]
+    return losses.sum() / target["mask"].sum()
+
+
+def centred(items: list[Any]) -> Any:
+    x, y = torch.utils.data.default_collate(items)
+    return x - x.mean(0), y
+
+
+def with_longest(items: list[Any]) -> Any:
+    x, _ = torch.utils.data.default_collate(items)
+    return {"x": x, "longest": max(1 + int(row[0]) % 6 for row in x)}, x[:, 0]
+
+
+class Longest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, x: Tensor, longest: int) -> Tensor:
+        return self.head(self.embedding(x[:, :longest]).mean(1))
+
+
+class OwnLoss(nn.Module):
+    """A mean over tokens inside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tagger()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        output = self.layers(x)
+        return {"loss": token_mean(output, y), "output": output}
+
+
+def tagger() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+
+
+def token_step(ctx: Any, batch: Any) -> None:
+    ctx.backward("net", batch.input, lambda output, piece: token_mean(output, piece.target))
+    ctx.update("net")
+
+
+EVEN = [6, 3, 5, 4, 3, 6, 4, 5, *(1 + step * step % 6 for step in range(16))]  # both halves of the first eight: 18
+LATER = [6] * 8 + EVEN[8:]
+CLASSES = torch.tensor([0, 1] * 4 + [0, 0, 0, 1] * 4)
+MASKED = [({"input": row}, {"y": row[0] % 3, "mask": torch.tensor(float(number < 8 or number % 3 > 0))})
+          for number, row in enumerate(TOKENS)]
+UNEQUAL: dict[str, dict[str, Any]] = {
+    "as many tokens in both halves": {"model": tagger, "loss": token_mean, "data": tokens(EVEN)},
+    "nothing ignored in the first batch": {"model": tagger, "loss": token_mean, "data": tokens(LATER)},
+    "in bf16": {"model": tagger, "loss": token_mean, "data": tokens(LATER), "precision": "bf16"},
+    "inside the model": {"model": OwnLoss, "loss": None, "data": [{"x": x, "y": y} for x, y in tokens(LATER)]},
+    "class weights": {
+        "model": lambda: nn.Linear(6, 2), "data": TensorDataset(TOKENS.float(), CLASSES),
+        "loss": lambda output, target: F.cross_entropy(output, target, weight=torch.tensor([1.0, 3.0]).to(output))},
+    "a mask in the batch": {"model": lambda: nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(18, 3)),
+                            "loss": masked_mean, "data": MASKED},
+    "a mean that collate takes": {"model": lambda: nn.Linear(6, 2), "loss": F.cross_entropy, "collate": centred,
+                                  "data": TensorDataset(TOKENS[:4].repeat(6, 1).float(), CLASSES)},
+    "the longest of the batch": {"model": Longest, "loss": F.cross_entropy, "collate": with_longest,
+                                 "data": [(row, 0) for row in torch.cat([TOKENS[:4], TOKENS[:20]])]},
+    "a step of one's own": {"model": None, "models": {"net": tagger}, "step": token_step, "data": tokens(EVEN),
+                            "optimizer": None, "optimizers": {"net": lambda named: torch.optim.SGD(named, lr=0.1)}},
+}
+
+
+def in_order(case: dict[str, Any]) -> paceline.Job:
+    fields: dict[str, Any] = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "precision": "float32",
+                              "batch": 8, "steps": 3, "sampler": torch.utils.data.SequentialSampler(case["data"])}
+    return paceline.Job(**{name: value for name, value in {**fields, **case}.items() if value is not None or
+                           name == "loss"})
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_a_first_batch_whose_halves_are_alike(case: str) -> None:
+    """Other samples, cut unevenly, show that later updates under the plan are not one device's."""
+    update = checked(in_order(UNEQUAL[case]), "data=2")
+
+    assert update.verdict == "coupled"
+
+
+def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
+
+
+class Counting(nn.Module):
+    """Goes on from a state that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tagger()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.layers(x) * (1 + self.forwards / 10)
+
+
+def short_of_one(items: list[Any]) -> Any:
+    """Pads to the longest; the loss leaves out what was added."""
+    longest = max(int((y != -100).sum()) for _, y in items)
+    return torch.stack([x[:longest] for x, _ in items]), torch.stack([y[:longest] for _, y in items])
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("case", [
+    {"model": tagger, "loss": summed, "data": tokens(LATER)}, {"model": Counting, "loss": summed, "data": tokens(EVEN)},
+    {"model": tagger, "loss": summed, "data": tokens(EVEN), "collate": short_of_one, "precision": "bf16"},
+    {"model": tagger, "loss": lambda output, target: token_mean(output, target.clamp(min=0)), "data": tokens(EVEN)}])
+def test_jobs_that_are_exact_pass(case: dict[str, Any]) -> None:
+    """Losses that are normalised once, padding that does not count, and state of a forward couple no samples."""
+    assert checked(in_order(case), "data=2") == FirstUpdate("passed", seconds=ANY)

@@ -21,7 +21,7 @@ from paceline.capture.losses import RepeatableLoss
 from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
 from paceline.proof.kept_rows import kept_rows
-from paceline.proof.order import whole_batches
+from paceline.proof.order import later_batches, whole_batches
 from paceline.proof.plain import (
     PlainRun,
     StepRecord,
@@ -31,8 +31,9 @@ from paceline.proof.plain import (
     expected_marks,
     gradients_of,
     greatest,
+    part_of_batch,
 )
-from paceline.proof.problems import loss_problem
+from paceline.proof.problems import loss_problem, uneven_problem
 from paceline.proof.reference import (
     ALL_KINDS,
     EPSILON,
@@ -53,6 +54,7 @@ from paceline.runtime.streams import key_to_seed
 _SHORT_S = 0.1  # a step that takes no longer loses more by waking threads, and waiting for them, than it gains
 _ASKED_S = 0.02  # between questions whether there are cores to take; an operator of a long step takes about as long
 _NUDGED = (Variation(nudge=1.0),)
+_FEW = 4  # samples of a window that are looked at
 
 
 class FirstStep:
@@ -95,10 +97,25 @@ class FirstStep:
             "skipped": [run.is_skipped], "overflow": None,
             "evaluation": {}, "evaluation_limit": {}, "coupling": None, "loss_keeps_state": keeps_state,
             "left_on": sorted(random.left_on),
-            "state_sizes": [state_sizes(self.record)], "kept_rows": None}
+            "state_sizes": [state_sizes(self.record)], "kept_rows": None, "cause": None}
         if not job.models:
             with random if random.is_needed else nullcontext(), suppress(Exception):  # it may refuse half a batch
                 self.figures["kept_rows"] = kept_rows(run, batch)
+
+    def look_further(self, *, steps: int | None) -> None:
+        """Whether a cut that is uneven, or other samples, would show what the first update does not; see
+        `uneven_problem`. In all no more samples are looked at than a batch has.
+
+        steps: of the whole job; None where only its data's end decides.
+        """
+        job, samples = self.job, min(_FEW, self.job.batch)
+        count = 1 if self.job.models else job.batch // samples  # a step of one's own needs models of its own
+        if self.random.left_on:
+            return
+        with self.random if self.random.is_needed else nullcontext(), suppress(Exception):  # the run will report it
+            batches = ([part_of_batch(next(whole_batches(job, 1)), range(samples))] if steps is None else
+                       later_batches(job, steps=steps, count=count, samples=samples))
+            self.figures["cause"] = str(problem) if (problem := uneven_problem(job, self.run.model, batches)) else None
 
     def narrow(self) -> dict[str, Any]:
         """A reference like that of `write_reference`, with limits that need no second forward."""
@@ -115,7 +132,7 @@ class FirstStep:
             if reference["coupling"] is not None:
                 with suppress(Exception):  # it says more, or nothing
                     problem = loss_problem(self.job, steps=1)
-                    reference["cause"] = str(problem) if problem is not None else None
+                    reference["cause"] = str(problem) if problem is not None else reference["cause"]
         return reference
 
     def _reference(self, epsilon: float, variations: Sequence[Variation]) -> dict[str, Any]:

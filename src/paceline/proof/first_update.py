@@ -50,7 +50,7 @@ class FirstUpdate:
 def check_first_update(job: Job, resolved: Resolved, *, timeout_s: float) -> FirstUpdate:
     """Take the first step on one device and under the plan, and compare loss, gradients, weights and buffers.
 
-    Most plans are within limits that cost one device no second forward. For others the yardstick is measured, and the
+    Most plans are within limits that cost one device no second step. For others the yardstick is measured, and the
     plan's ranks take their step once more beside one device that cuts the batch alike.
 
     Raises:
@@ -59,9 +59,10 @@ def check_first_update(job: Job, resolved: Resolved, *, timeout_s: float) -> Fir
     """
     from paceline.launch.aside import aside
 
-    began_s = time.monotonic()
+    began_s, steps = time.monotonic(), job.total_steps
     job = replace(job.with_training_only(), steps=1, epochs=None)
-    with temporary_folder("check") as folder, aside(lambda: _write_references(job, resolved, folder)) as has_ended:
+    with temporary_folder("check") as folder, aside(
+            lambda: _write_references(job, resolved, folder, steps=steps)) as has_ended:
         reference, difference = _compared(job, resolved, folder / _NARROW, folder / _WHOLE, has_ended,
                                           timeout_s=timeout_s)
         if difference is not None:
@@ -133,8 +134,11 @@ def _judged(resolved: Resolved, reference: dict[str, Any], difference: str | Non
             f"the first update under '{resolved.plan}' is not what one device computes: {difference}",
             hint="nothing was trained. 'paceline verify' says more of it and which plans are exact for this job; "
                  "'single' always is, and --check no trains all the same")
-    if reference["coupling"] is None:
+    if reference["coupling"] is None and reference["cause"] is None:
         return FirstUpdate("passed", seconds=seconds)
+    if reference["coupling"] is None:
+        return FirstUpdate("coupled", "the first update is one device's, and others need not be: "
+                           f"{reference['cause']}", seconds)
     if reference["left_on"]:
         return FirstUpdate(
             "coupled", "the job draws random numbers that can't be replaced by their mean for a comparison "
@@ -188,9 +192,11 @@ class _NoReferenceError(Exception):
     """One device could not take the first step."""
 
 
-def _write_references(job: Job, resolved: Resolved, folder: Path) -> None:
+def _write_references(job: Job, resolved: Resolved, folder: Path, *, steps: int | None) -> None:
     """One device's first step, whole; then, where the plan is beyond its limits, measured and as the plan cuts the
     batch. Runs in a process of its own, which is ended when no more is needed.
+
+    steps: of the whole job; None where only its data's end decides.
     """
     from paceline.capture.randomness import WithoutRandomness
     from paceline.launch.aside import take_cores
@@ -203,7 +209,7 @@ def _write_references(job: Job, resolved: Resolved, folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     random = WithoutRandomness()
 
-    steps: list[FirstStep] = []
+    first_steps: list[FirstStep] = []
     waits = [folder / _WAITS.format(rank) for rank in range(resolved.plan.world_size)]
 
     def take_free_cores() -> bool:
@@ -214,13 +220,15 @@ def _write_references(job: Job, resolved: Resolved, folder: Path) -> None:
 
     def narrow() -> dict[str, Any]:
         exact = in_precision(job, job.precision, random)
-        steps.append(FirstStep(exact, folder / _WHOLE, random, take_cores=take_free_cores))
-        return steps[0].narrow()
+        first_steps.append(FirstStep(exact, folder / _WHOLE, random, take_cores=take_free_cores))
+        if _is_cut(resolved):
+            first_steps[0].look_further(steps=steps)
+        return first_steps[0].narrow()
 
     _tell(folder / _NARROW, narrow)
     while not (folder / _BEYOND).exists():
         time.sleep(_POLL_S)
-    _tell(folder / _MEASURED, lambda: steps[0].measured(
+    _tell(folder / _MEASURED, lambda: first_steps[0].measured(
         shares=resolved.shares, microbatches=resolved.plan.num_microbatches, cut_folder=folder / _CUT))
 
 

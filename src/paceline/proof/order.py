@@ -128,6 +128,25 @@ def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
         yield batch.to(one_device(), dtype)
 
 
+def later_batches(job: Job, *, steps: int, count: int, samples: int) -> Iterator[MicroBatch]:
+    """The first samples of a few windows that lie apart, on the proof's one device.
+
+    steps: of the job; where its sampler decides, those of the first epoch count. count: of windows, at most.
+    """
+    from paceline.runtime.order import Order
+
+    order = Order.of(job)
+    last = (order.epoch_end(0) if job.sampler is not None else steps) - 1
+    dtype = torch.float64 if job.precision == "float64" else None
+    for step in list(dict.fromkeys(min(step, last) for step in (1, last // 2, last, 0)))[:count]:
+        window = order.window(step)
+        positions = window.positions[:samples]
+        indices = order.indices(window.epoch, positions)
+        seed = key_to_seed(job.seed, "sample", window.epoch)
+        yield _batch(indices, value_at(job.collate, step, window.epoch),
+                     partial(_items, job.data, seed, positions, indices)).to(one_device(), dtype)
+
+
 def _indexed(job: Job) -> Iterator[MicroBatch]:
     for step, (epoch, positions, indices) in enumerate(windows(job)):
         seed = key_to_seed(job.seed, "sample", epoch)

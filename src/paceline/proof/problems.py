@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +18,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.capture.attributes import is_same
+from paceline.capture.state import StateSnapshot
 from paceline.capture.written import lazy_copy
 from paceline.errors import TrainingError
-from paceline.job import Job
+from paceline.job import AUTOCAST, Job
 from paceline.job.modes import for_training
 from paceline.proof.order import whole_batches
 from paceline.proof.plain import (
@@ -38,12 +40,14 @@ from paceline.proof.plain import (
     unspoilt,
     update,
 )
-from paceline.proof.reference import EXACT
+from paceline.proof.reference import ALLOWED, EXACT, Dtypes
 from paceline.proof.replacement import replacement
 from paceline.runtime.feed import MicroBatch, map_tensors
 from paceline.runtime.optimizers.probe import needs_closure
 
 UNCUT = "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
+_NO_COUPLING = ("a scalar loss is the mean over its samples, anything else (sum, count), and no layer mixes samples; "
+                f"what all samples of the step share is gathered (ctx.gather); {UNCUT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +113,7 @@ def _step_problem(job: Job, *, steps: int) -> Problem | None:
             layers = f" ({', '.join(norms[:3])} use the statistics of a micro-batch)" if norms else ""
             return Problem("samples", tuple(norms), f"the step couples the samples of a batch{layers}: cutting the "
                            f"batch of step {step + 1} in two moves the gradient of '{name}' by {moved[name]:.2g} on "
-                           "one device already", "a scalar loss is the mean over its samples, anything else "
-                           "(sum, count), and no layer mixes samples; what all samples of the step share is gathered "
-                           f"(ctx.gather); {UNCUT}")
+                           "one device already", _NO_COUPLING)
     return None
 
 
@@ -127,16 +129,72 @@ def loss_problem(job: Job, *, steps: int) -> Problem | None:
     model, loss = build_plain(job), job.criterion
     # It is called several times with one target, and may write to it.
     job = replace(job, loss=lambda output, target: loss(output, map_tensors(lazy_copy, target)))
-    for batch in whole_batches(job, steps):
-        if batch.samples < 2:
-            continue
-        with autocast(job):  # a forward may take gradients
-            output = map_tensors(torch.Tensor.detach, unspoilt(batch).call(model))
-        for check in (_comparing, partial(_no_mean, loss=loss)):
-            with suppress(*_NOT_CUT):
-                if problem := check(job, output, batch):
-                    return problem
+    return next((problem for batch in whole_batches(job, steps) if batch.samples > 1
+                 and (problem := _loss_problem_of(job, model, batch, loss))), None)
+
+
+def _loss_problem_of(job: Job, model: nn.Module, batch: MicroBatch, loss: Any) -> Problem | None:
+    with autocast(job):  # a forward may take gradients
+        output = map_tensors(torch.Tensor.detach, unspoilt(batch).call(model))
+    for check in (_comparing, partial(_no_mean, loss=loss)):
+        with suppress(*_NOT_CUT):
+            if problem := check(job, output, batch):
+                return problem
     return None
+
+
+def uneven_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) -> Problem | None:
+    """Whether some samples have another loss when they are cut unevenly than at once.
+
+    An even cut of the first batch may not show that: both halves may have as many tokens, or the same longest sequence.
+
+    Args:
+        job: Its random layers are off. model: Trained; its state is left as it was. batches: Of few samples each.
+    """
+    if job.precision in AUTOCAST:  # whose rounding would hide it
+        job = replace(job, precision="float32")
+    for batch in (batch for batch in batches if batch.samples > 1):
+        seen = Dtypes({p.dtype for p in model.parameters() if p.is_floating_point()})
+        first, value, cut = max(1, batch.samples // 3), 0.0, 0.0
+        with suppress(Exception), seen:  # the model or the loss may refuse so few samples
+            parts = [part_of_batch(batch, part) for part in (range(first), range(first, batch.samples))]
+            if job.models:
+                value, cut = (PlainRun(job, shares=shares).step(unspoilt(batch)).loss for shares in ((1,), (1, 2)))
+            else:
+                value, cut = _loss_of(job, model, [batch]), _loss_of(job, model, parts)
+        exact = max(EXACT["float64"] if job.precision == "float64" else _MEAN_IN_FLOAT32, ALLOWED * seen.epsilon)
+        if abs(cut - value) > exact * max(1.0, abs(value)):
+            symptom = (f"the loss of {batch.samples} samples is {value:.6g}, and {cut:.6g} if they are cut in {first} "
+                       f"and {batch.samples - first}")
+            if job.models:
+                return Problem("samples", (), f"the step couples the samples of a batch: {symptom}", _NO_COUPLING)
+            return (_loss_problem_of(job, model, batch, job.criterion) or _collated_otherwise(batch, parts[0], symptom)
+                    or _described(job, model, batch, symptom))
+    return None
+
+
+def _collated_otherwise(batch: MicroBatch, part: MicroBatch, symptom: str) -> Problem | None:
+    """Whether the job's collate gives the first samples another input in a part of the batch."""
+    same = rows(batch.input, range(part.samples), batch.samples)
+    if all(map(is_same, tree_leaves(same), tree_leaves(part.input))):
+        return None
+    return Problem("samples", ("collate",), "the job couples the samples of a batch: collate gives a sample another "
+                   f"input in a part of a batch, by a figure of all that are there (the longest, a mean): {symptom}",
+                   "let it take such figures over all data or each sample, or keep them out of the loss by a mask; "
+                   f"{UNCUT}")
+
+
+def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
+    """Of all pieces together, each from the state that the model is in now."""
+    snapshot, total, count = StateSnapshot(model), 0.0, 0.0
+    for piece in map(unspoilt, pieces):
+        with snapshot.watching(), autocast(job):
+            value = job.criterion(piece.call(model), piece.target)
+        snapshot.restore()
+        pair = value if isinstance(value, tuple | list) else (value * piece.samples, piece.samples)
+        total, count = (sum_ + float(torch.as_tensor(part).detach())
+                        for sum_, part in zip((total, count), pair, strict=True))
+    return total / count
 
 
 def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
