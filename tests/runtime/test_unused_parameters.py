@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler, default_collate
 
 import paceline
+from paceline.launch.failure import RankFailed
 
 SAMPLES, BATCH, STEPS, STOP = 24, 6, 6, 3
 X = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
@@ -219,3 +220,56 @@ def test_unused_parameters_stay_in_short_precisions(tmp_path: Path, plan: str, p
     assert all(torch.equal(weights[name], initial[name]) for name in ("spare.weight", "spare.bias"))
     assert not torch.equal(weights["layers.fr.weight"], initial["layers.fr.weight"])
     assert summary["check"]["verdict"] == "passed"
+
+
+# --- Gradients that hooks use up --------------------------------------------------------------------------------------
+
+
+class UpdatedInBackward(Adapters):
+    """Each parameter is updated as soon as its gradient is there, and no gradient is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.update)
+
+    @staticmethod
+    def update(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+
+class TakenAway(Adapters):
+    """A hook freezes a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+
+
+@pytest.mark.parametrize("plan", ["single", "tensor=2", "place=auto parts=2"])
+def test_an_optimizer_step_in_backward(tmp_path: Path, plan: str):
+    """Where a backward sees the whole batch, it trains as in a plain loop."""
+    job = a_job(UpdatedInBackward)
+
+    paceline.train(job, plan, run=tmp_path / "run")
+
+    assert_same(load_file(tmp_path / "run" / "model.safetensors"), trained_plainly(job))
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "server=1 workers=2", "single accumulate=2"])
+def test_an_optimizer_step_in_backward_of_a_part_of_the_batch(tmp_path: Path, plan: str):
+    """Its hook is named before anything is updated."""
+    with pytest.raises(RankFailed, match=r"step 1 (?s:.*)hook on 'head\.bias' \(register_post_accumulate_grad_hook\)"):
+        paceline.train(a_job(UpdatedInBackward), plan, run=tmp_path / "run")
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+def test_a_gradient_that_a_hook_takes_away(tmp_path: Path, plan: str):
+    """Its parameter stays as it is."""
+    job = a_job(TakenAway)
+
+    paceline.train(job, plan, run=tmp_path / "run")
+
+    assert_same(load_file(tmp_path / "run" / "model.safetensors"), trained_plainly(job))

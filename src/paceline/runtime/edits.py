@@ -6,7 +6,8 @@ their edits together, element by element.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -105,6 +106,24 @@ class Edits:
     def _versions_now(self) -> list[tuple[int, int]]:
         parameters = self._parameters.values()
         return list(zip(map(_version, parameters), map(address, parameters), strict=True))
+
+
+def refuse_updates_in_backward(model: torch.nn.Module) -> None:
+    """Let no hook on an accumulated gradient write to its parameter, where a backward sees a part of the batch."""
+    for name, parameter in model.named_parameters():
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for number, hook in list(hooks.items()):
+            hooks[number] = partial(_refuse_update, name, hook)
+
+
+def _refuse_update(name: str, hook: Callable[[torch.Tensor], None], parameter: torch.Tensor) -> None:
+    version = parameter._version
+    hook(parameter)
+    if parameter._version != version:
+        raise PlanRefused(f"a hook on '{name}' (register_post_accumulate_grad_hook) updates it in backward, by the "
+                          "gradient of a part of the batch",
+                          hint="let the job's optimizer update it, or use a plan that doesn't cut the batch, such as "
+                               "single")
 
 
 def _merged(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: dist.ProcessGroup, *, agree: bool,

@@ -34,6 +34,7 @@ from paceline.job.foreign_fields import model_hint
 from paceline.launch.logs import logger
 from paceline.plans import Plan
 from paceline.runtime.attributes import ChangingAttributes
+from paceline.runtime.edits import refuse_updates_in_backward
 from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed, example_batch
 from paceline.runtime.freezing import freeze_throughout
 from paceline.runtime.streams import kept_streams, seed_model
@@ -135,6 +136,8 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
     if is_used:
         del spill, model
         spill, model = build()
+    if plan.replicas * plan.num_microbatches > 1 and plan.outer_steps is None:
+        refuse_updates_in_backward(model)
     observed = replace(observed, sparse=sparsely_trained(model))
     if "casts" in observed_of(plan) and job.precision in AUTOCAST:
         observed = replace(observed, cast=_cast_parameters(job, device),

@@ -42,7 +42,8 @@ def check_used(users: Mapping[str, float], step: int) -> None:
     """
     unused = [name for name, count in users.items() if not count]
     if len(unused) == len(users):
-        raise TrainingError("the loss does not depend on the model: no parameter has a gradient")
+        raise TrainingError("the loss does not depend on the model: no parameter has a gradient",
+                            hint="compute it from the model's output, and let no hook in backward take gradients away")
     family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
     alive = {family(name) for name, count in users.items() if count}
     unused = [name for name in unused if family(name) == name or family(name) not in alive]

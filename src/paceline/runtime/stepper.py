@@ -178,6 +178,7 @@ class Stepper:
         self.has_begun = False
         self.note_verb: Callable[[int, str], None] | None = None  # leaves word of each verb of a step of one's own
         self.saw_unused = False
+        self.written: set[str] = set()  # parameters that the first step wrote to before its update: hooks may update
         self.untrained = set(job.models)  # by no loss so far
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None
@@ -268,8 +269,10 @@ class Stepper:
         is_first: of the step; of others a loss that is not finite is the optimizer's affair.
         """
         part = self.loss_number
+        versions = {} if self.has_begun else {name: p._version for name, p in self.parameters.items()}
         self._before_forwards()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
+        self.written |= {name for name, version in versions.items() if self.parameters[name]._version != version}
         self.freezing.let_go(self.parameters, step, window.epoch)
         overflow = None if self.scaling is None else self.scaling.unscale(
             [local_part(p.grad) for p in self.parameters.values() if p.grad is not None], self.device)
@@ -531,7 +534,9 @@ class Stepper:
         """See `check_used`; once, in the first step in which a parameter is unused."""
         if not self.saw_unused and not all(users):
             self.saw_unused = True
-            check_used(dict(zip(self.trainable, users, strict=True)), step)
+            if any(users) or not self.written:
+                check_used({name: count for name, count in zip(self.trainable, users, strict=True)
+                            if count or name not in self.written}, step)
 
     def scale_gradients(self, factor: float | torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Of these parameters, in place. factor: may be on the device, as a scalar in float64."""

@@ -157,6 +157,8 @@ class GradientBuckets:
         return [f"what {saved_replicas} replicas had not sent yet of their gradients is shared by {replicas}"]
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:  # a hook of the user's has taken it away
+            return
         if self.arrivals.add(index, last=self.armed) and self.reduction.overlaps:
             number = self.bucket_of[index]
             self.missing[number] -= 1

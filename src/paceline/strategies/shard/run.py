@@ -284,9 +284,13 @@ class Sharding:
                 if name in self.names and not is_sharded(parameter):
                     if name in self.hooks:
                         self.hooks[name].register(parameter)
-                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
+                    parameter.register_post_accumulate_grad_hook(partial(self._use, name))
 
         return before_forward
+
+    def _use(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # a hook of the user's may have taken it away
+            self.used.add(name)
 
     def _freeze(self, places: Sequence[tuple[nn.Module, str, str]]) -> Callable[..., None]:
         """A hook that comes after FSDP2's: whether the parameters that the forward uses get gradients."""
