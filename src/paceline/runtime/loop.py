@@ -354,6 +354,9 @@ def _measured(context: RankContext, job: Job, plan: Plan, settings: Settings, me
 def _tell(run: _Run) -> None:
     """How the model was laid out, where there is something to say."""
     report = run.stepper.layout.report
+    if run.writer is not None and (unsaved := run.stepper.job_state.unsaved):
+        run.display.say(f"checkpoints don't keep what training changes of {', '.join(unsaved[:5])}: iterators, open "
+                        "files and large arrays begin anew in a resumed run")
     for line in report.lines:
         run.display.say(line)
     if report.document and run.settings.run_dir is not None and run.context.rank == 0:

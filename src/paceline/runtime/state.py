@@ -23,6 +23,7 @@ from paceline.runtime.checkpoint.read import Checkpoint, newest_checkpoint, open
 from paceline.runtime.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
 from paceline.runtime.checkpoint.write import write_model
 from paceline.runtime.folder import MODEL
+from paceline.runtime.job_state import JobState
 from paceline.runtime.made import (
     in_order,
     load_options,
@@ -60,11 +61,14 @@ class StateOwner(Protocol):
 
     model: with every parameter's shape, though what is trained may be held elsewhere.
     replica: which part of every window this rank computes; -1 for none.
+    speaks_for_job: whether what a job keeps outside its models is saved as it is on this rank.
     trains: whether the weights are those that the optimizer trains, where it has others for evaluations.
     """
 
     trains: bool
 
+    @property
+    def speaks_for_job(self) -> bool: ...
     @property
     def replica(self) -> int: ...
     @property
@@ -87,6 +91,8 @@ class StateOwner(Protocol):
     def optimizer_state(self) -> OptimizerState: ...
     @property
     def attributes(self) -> ChangingAttributes | None: ...
+    @property
+    def job_state(self) -> JobState | None: ...
     @property
     def schedule(self) -> Any: ...
     @property
@@ -181,6 +187,8 @@ def _tensors(stepper: StateOwner, owners: Owners) -> Iterator[tuple[str, torch.T
             name: buffer for name, buffer in stepper.model.named_buffers()
             if name in stepper.layout.owned_buffers and name not in persistent})
         yield from ((name, tensor, (), None) for name, tensor in stored.items())
+    if stepper.job_state is not None and stepper.speaks_for_job:
+        yield from ((name, tensor, (), None) for name, tensor in stepper.job_state.stored().items())
     if owners.is_first(mesh.sizes):
         tensors: dict[str, torch.Tensor] = {}
         _packed_attributes(stepper.optimizer_state, tensors)
@@ -424,6 +432,9 @@ def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
         set_mode(stepper.optimizer, is_training=stepper.trains)
     load_weights(stepper.model, stepper.local_parameters, checkpoint, stepper.layout.extents)
     notes = _restore_optimizer(stepper, checkpoint)
+    if stepper.job_state is not None:
+        notes += [f"what was saved of {name} has no place in this job"
+                  for name in stepper.job_state.restore(checkpoint)]
     if stepper.scaling is not None and "loss_scale" in checkpoint.document:  # else the run was in another precision
         stepper.scaling.restore(checkpoint.document["loss_scale"])
     return list(dict.fromkeys(notes)) + _restore_rooms(stepper, _Saved(stepper, checkpoint))

@@ -31,6 +31,7 @@ from paceline.runtime.feed import DataShard, MicroBatch
 from paceline.runtime.follow import follow, refuse_apart
 from paceline.runtime.freezing import Freezing
 from paceline.runtime.initial import load_initial
+from paceline.runtime.job_state import JobState
 from paceline.runtime.loss import Tally
 from paceline.runtime.made import as_made
 from paceline.runtime.named_parts import ModelPart, load_models, prepare_models
@@ -116,6 +117,7 @@ class Stepper:
     trace: notes what is done when, if it is set. after_backward: called when a window's gradients are there, if it is.
     spikes: judges each step before its update, if it is set; see `watch`.
     groups: names of the parameters in each of the optimizer's groups, wherever they are held.
+    job_state: what the job keeps outside its models. speaks_for_job: whether it is saved as it is on this rank.
     has_modes: whether the optimizer has other weights for evaluations. trains: whether those that it trains are in
         place.
     made: what the job's functions made; see `as_made`.
@@ -165,6 +167,10 @@ class Stepper:
         self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
         self.gathered, self.own_parts = built.gathered, built.own_parts
         self.needs_closure = built.behaviour.needs_closure
+        # The loss is computed here, for the first samples of each step.
+        self.speaks_for_job = (not mesh.replica and mesh.is_first_of_same_loss and self.layout.has_output
+                               and not (job.models and mesh.coordinates[mesh.stage_axis]))
+        self.job_state = JobState(job)
         self.has_modes, self.trains = has_modes(self.optimizer), True
         self.scaling = LossScale() if job.precision == "fp16" else None
         if self.scaling is not None and self.needs_closure:

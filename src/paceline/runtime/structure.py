@@ -43,6 +43,7 @@ class Structure:
             groups, by_parameter, *self._dicts, *(group["params"] for group in groups), *holders,
             *chain.from_iterable((vars(module), module._modules, module._non_persistent_buffers_set)
                                  for module in modules)]
+        self._job_state, self._job_tensors = stepper.job_state, stepper.job_state.stored()
         self._is_known = stepper.optimizer_state.is_in_state and not list(stepper.kept()) and all(
             isinstance(entry, dict)
             and all(isinstance(value, torch.Tensor) or _is_unchanging(value) for value in entry.values())
@@ -61,7 +62,12 @@ class Structure:
         of the plan keeps state elsewhere, or in lists and objects."""
         return (self._is_known and self._sizes == list(map(len, self._sized))
                 and all(map(is_, self._objects, self._objects_now())) and self._addresses == self._addresses_now()
-                and all(is_same(value, before) for value, before in self._contents))
+                and all(is_same(value, before) for value, before in self._contents) and self._has_same_job_state())
+
+    def _has_same_job_state(self) -> bool:
+        now, before = self._job_state.stored(), self._job_tensors
+        return now.keys() == before.keys() and all(
+            tensor is before[name] or is_same(tensor, before[name]) for name, tensor in now.items())
 
     def _objects_now(self) -> Iterable[Any]:
         """As many as before, as long as the sizes are the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,7 @@ def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
 def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Path) -> Trained:
     """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
     from paceline.runtime import state
+    from paceline.runtime.job_state import JobState
     from paceline.runtime.loop import part_of
     from paceline.runtime.named_parts import prepare_models
     from paceline.runtime.prepare import prepare_job
@@ -176,6 +178,7 @@ def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Pa
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
     state.load_weights(model, dict(layout.module.named_parameters()), checkpoint)
+    deque(JobState(job).restore(checkpoint), maxlen=0)
     return Trained(model, layout, mesh, part_of(resolved.plan, mesh, resolved.shares), checkpoint, parts)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
+from paceline.capture.attributes import is_same
+from paceline.capture.written import SeenValue
 from paceline.errors import JobError
 
 _TAG = "__kind__"  # of a JSON object that stands for something that JSON has no notation for
@@ -27,6 +31,12 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Generator):
         tensors[name] = value.get_state()
         return {_TAG: "generator", "name": name}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        tensors[name] = torch.from_numpy(np.array(value))
+        return {_TAG: "array" if isinstance(value, np.ndarray) else "number", "name": name}
+    if isinstance(value, np.random.Generator | random.Random):
+        state = value.getstate() if isinstance(value, random.Random) else value.bit_generator.state
+        return {_TAG: "draws", "state": pack(state, name, tensors)}
     if isinstance(value, float) and not math.isfinite(value):
         return {_TAG: "float", "value": repr(value)}
     if isinstance(value, complex):
@@ -47,6 +57,22 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
                 {"maxlen": value.maxlen} if isinstance(value, deque) else {})
     raise JobError(f"'{name}' holds a {type(value).__name__}, which a checkpoint can't keep without pickle",
                    hint="keep numbers, text, tensors, or lists, tuples and dicts of these")
+
+
+class SeenPlain:
+    """A value at one moment, to be compared with a later one. What torch keeps lazily takes no memory until something
+    writes to it."""
+
+    def __init__(self, value: Any) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        self._packed = pack(value, "", tensors)
+        self._tensors = {name: SeenValue(tensor.detach()) for name, tensor in tensors.items()}
+
+    def is_same(self, value: Any) -> bool:
+        """Whether the value holds the same."""
+        tensors: dict[str, torch.Tensor] = {}
+        return is_same(pack(value, "", tensors), self._packed) and all(
+            is_same(tensor.detach(), self._tensors[name].value) for name, tensor in tensors.items())
 
 
 def can_pack(value: Any) -> bool:
@@ -78,6 +104,14 @@ def unpack(packed: Any, read: Callable[[str, Any], torch.Tensor], like: Any = No
         generator = like if isinstance(like, torch.Generator) else torch.Generator()
         generator.set_state(read(packed["name"], None).cpu())
         return generator
+    if kind in ("array", "number"):
+        array = read(packed["name"], None).numpy()
+        if isinstance(like, np.ndarray) and like.shape == array.shape and like.dtype == array.dtype:
+            like[...] = array
+            return like
+        return array if kind == "array" else array[()]
+    if kind == "draws":
+        return _drawing(unpack(packed["state"], read), like)
     if kind == "float":
         return float(packed["value"])
     if kind == "complex":
@@ -92,6 +126,18 @@ def unpack(packed: Any, read: Callable[[str, Any], torch.Tensor], like: Any = No
     if kind == "tuple":
         return type(like)(*items) if hasattr(like, "_fields") else tuple(items)
     return _filled(set(items) if kind == "set" else deque(items, maxlen=packed["maxlen"]), like)
+
+
+def _drawing(state: Any, like: Any) -> Any:
+    """NumPy's or Python's generator in this state."""
+    if isinstance(state, tuple):
+        generator = like if isinstance(like, random.Random) else random.Random()
+        generator.setstate(state)
+        return generator
+    numpy_generator = like if isinstance(like, np.random.Generator) else np.random.Generator(
+        getattr(np.random, state["bit_generator"])())
+    numpy_generator.bit_generator.state = state
+    return numpy_generator
 
 
 def _at(like: Any, index: int) -> Any:

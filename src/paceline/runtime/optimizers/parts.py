@@ -13,9 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.capture.attributes import is_same
-from paceline.capture.written import SeenValue
-from paceline.runtime.checkpoint.values import can_pack, pack
+from paceline.runtime.checkpoint.values import SeenPlain, can_pack, pack
 
 _NEVER_STATE = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType,
                 types.BuiltinFunctionType, torch.optim.lr_scheduler.LRScheduler)
@@ -98,7 +96,7 @@ class SeenSlots:
 
     def __init__(self, optimizer: Optimizer, besides: Collection[str] = ()) -> None:
         self.optimizer, self.besides = optimizer, frozenset(besides)
-        self._values = {path: _seen(slot.value) for path, slot in self._slots()}
+        self._values = {path: SeenPlain(_unkeyed(slot.value)) for path, slot in self._slots()}
 
     def _slots(self) -> Iterator[tuple[str, Slot]]:
         return ((path, slot) for path, slot in parts_of(self.optimizer).slots.items() if path not in self.besides)
@@ -106,31 +104,23 @@ class SeenSlots:
     def changed(self) -> dict[str, Slot]:
         """Slots that are new or hold something else now, by path."""
         return {path: slot for path, slot in self._slots()
-                if path not in self._values or not _is_as_seen(slot.value, *self._values[path])}
+                if path not in self._values or not self._values[path].is_same(_unkeyed(slot.value))}
 
 
 def unnamed_of(slots: Mapping[str, Slot]) -> set[str]:
     """Paths of those that hold tensors by position and not by parameter."""
-    return {path for path, slot in slots.items() if not slot.is_by_parameter
-            and any(tensor.numel() > 1 for tensor in _packed(slot.value)[1])}
+    unnamed = set()
+    for path, slot in slots.items():
+        tensors: dict[str, torch.Tensor] = {}
+        if not slot.is_by_parameter:
+            pack(slot.value, "", tensors)
+        unnamed |= {path} if any(tensor.numel() > 1 for tensor in tensors.values()) else set()
+    return unnamed
 
 
-def _packed(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A value packed, and its tensors in order; parameters that it is keyed by are left out."""
-    tensors: dict[str, torch.Tensor] = {}
-    return (pack(list(value.values()) if _is_by_parameter(value) else value, "", tensors), list(tensors.values()))
-
-
-def _seen(value: Any) -> tuple[Any, list[SeenValue]]:
-    packed, tensors = _packed(value)
-    return packed, list(map(SeenValue, tensors))
-
-
-def _is_as_seen(value: Any, packed: Any, seen: list[SeenValue]) -> bool:
-    now, tensors = _packed(value)
-    return is_same(now, packed) and len(tensors) == len(seen) and all(
-        not before.is_changed() if tensor is before.tensor else is_same(tensor.detach(), before.value)
-        for tensor, before in zip(tensors, seen, strict=True))
+def _unkeyed(value: Any) -> Any:
+    """Without the parameters that it is keyed by."""
+    return list(value.values()) if _is_by_parameter(value) else value
 
 
 def groups_of(optimizer: Optimizer) -> Iterator[dict[str, Any]]:

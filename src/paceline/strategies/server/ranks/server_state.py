@@ -78,6 +78,7 @@ class ServerState:
     replica = -1
     synchronisers: tuple[()] = ()
     attributes = None  # workers run the model's forward
+    job_state, speaks_for_job = None, False  # workers compute losses and metrics
     has_modes, trains = False, True  # an optimizer with other weights for evaluations is refused
     scaling = None  # fp16 is refused under plans with servers
 

@@ -316,7 +316,8 @@ class Worker:
         if changed := changed or self.stepper.attributes.changed_tensors():
             raise JobError(f"training changes '{changed[0]}', and servers keep trained parameters alone",
                            hint=WITHOUT_STATISTICS)
-        if not self.has_looked_at_attributes and (attributes := list(self.stepper.attributes.changed())):
+        if not self.has_looked_at_attributes and (attributes := [*self.stepper.attributes.changed(),
+                                                                 *self.stepper.job_state.changed()]):
             logger.warning("training changes the attribute '%s', which servers don't save: a resumed run begins with "
                            "its first value", attributes[0])
         self.has_looked_at_attributes = True
