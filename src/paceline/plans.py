@@ -274,7 +274,7 @@ class Plan:
             except (OSError, ValueError, KeyError, AttributeError) as error:
                 if isinstance(error, PlanError):
                     raise
-                raise PlanError(f"can't read a plan from {source}: {error}",
+                raise PlanError(f"can't read a plan from {source}: {getattr(error, 'strerror', None) or error}",
                                 hint='a plan file is {"plan": "data=2"}') from error
         if not isinstance(source, str):
             raise PlanError(f"a plan is text or a Plan, got {source!r}", hint="such as 'data=2'")
