@@ -126,12 +126,13 @@ def kept_unless_trained(run_dir: Path) -> Iterator[None]:
         is_complete = bool(read_summary(run_dir))
     except UsageError:  # a resumed run writes another one
         is_complete = False
+    model, aside, last = run_dir / MODEL, run_dir / f".{MODEL}.before", _last_step(run_dir)
+    aside.unlink(missing_ok=True)  # of a run that was killed meanwhile
     if not is_complete:
         yield
         return
     documents = {path: path.read_bytes() for name in (PLAN, SUMMARY, PREDICTED, SPLIT, ORIGIN, JOB)
                  if (path := run_dir / name).exists()}
-    model, aside, last = run_dir / MODEL, run_dir / f".{MODEL}.before", _last_step(run_dir)
     if model.exists():
         model.replace(aside)
     try:
