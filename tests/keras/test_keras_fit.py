@@ -183,6 +183,21 @@ def test_steps_of_torch_and_steps_that_couple_samples():
     assert model.train_function is None
 
 
+def test_infinite_gradients_and_a_model_that_is_not_compiled():
+    """Both are as in one process: an infinity is no difference, and predictions need no optimizer."""
+    def model(scale: float) -> Any:
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(
+            1, kernel_initializer=keras.initializers.Constant(scale))])
+
+    x = np.full((8, 4), 1e200)
+    predicted = pl.keras.predict(model(1e120), x, plan="data=2", verbose=0)
+    assert predicted.shape == (8, 1) and np.isinf(predicted).all()
+    overflowing = model(1.0)
+    overflowing.compile("sgd", "mse")
+    history = pl.keras.fit(overflowing, x, np.zeros((8, 1)), plan="data=2", verbose=0, epochs=1)
+    assert history.history["loss"] == [np.inf]
+
+
 def test_a_gan_with_two_optimizers():
     """The step of Keras's guide, on ranks of unequal shares."""
     def build() -> Any:

@@ -156,8 +156,8 @@ def _differing(result: Any, expected_result: Any) -> str:
             ("result ", [], result["answer"], expected_result["answer"])):
         if len(values) != len(expected_values):
             return f"there are {len(values)} and not {len(expected_values)} of {noun.split()[-1]}s"
-        largest = max((float(tensor.double().abs().max()) for tensor in expected_values
-                       if tensor is not None and tensor.numel()), default=0.0)
+        largest = max((_greatest(tensor) for tensor in expected_values if tensor is not None and tensor.numel()),
+                      default=0.0)
         for place, (value, expected) in enumerate(zip(values, expected_values, strict=True)):
             if not _are_near(value, expected, floor=_FLOOR * largest):
                 name = names[place] if place < len(names) else place
@@ -176,8 +176,13 @@ def _are_near(value: Any, expected: Any, *, floor: float) -> bool:
     eps = max(torch.finfo(kind).eps for kind in (value.dtype, torch.float32)) if value.is_floating_point() else 0.0
     relative = ROUNDINGS * eps ** 0.5
     value, expected = value.detach().cpu().double(), expected.cpu().double()
-    scale = max(float(expected.abs().max()), floor)
-    return bool(((value - expected).abs() <= relative * scale).logical_or(value.isnan() & expected.isnan()).all())
+    near = (value - expected).abs() <= relative * max(_greatest(expected), floor)
+    return bool((near | (value == expected) | (value.isnan() & expected.isnan())).all())
+
+
+def _greatest(tensor: torch.Tensor) -> float:
+    """Of the elements that are finite."""
+    return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _shown(tensor: Any) -> str:

@@ -18,7 +18,7 @@ _OF_THE_LOOP = frozenset({"training", "stop_training", "stop_evaluating", "stop_
 
 def optimizers(model: Any) -> list[Any]:
     """The compiled one, and those that a model with a training step of its own keeps in attributes."""
-    values = [model.optimizer]
+    values = [getattr(model, "optimizer", None)]  # which a model that is not compiled lacks
     for value in vars(model).values():
         values += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     return _distinct(value for value in values if isinstance(value, BaseOptimizer))
