@@ -114,7 +114,8 @@ def _changing() -> Any:
     return Changing()
 
 
-@pytest.mark.parametrize("plan", ["single", "data=2", pytest.param("shard=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["single", "data=2", *(
+    pytest.param(plan, marks=pytest.mark.slow) for plan in ("shard=2", "tensor=2"))])
 def test_what_a_callback_changes_is_followed_and_what_it_reads_is_of_the_moment(plan: str, tmp_path: Path):
     """Rates, weight decay, `requires_grad_` and attributes; weights, the optimizer's state and rates of each step."""
     notes = []
