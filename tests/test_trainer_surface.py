@@ -313,6 +313,22 @@ def test_a_figure_that_no_evaluation_gives_costs_no_steps(tmp_path: Path):
     assert again.state.global_step == 6 and [entry["step"] for entry in again.state.log_history][-2:] == [6, 6]
 
 
+class _Full:
+    """Has memory for four samples."""
+
+    def log(self, *args: Any, **given: Any) -> None:
+        if self._train_batch_size > 4:  # type: ignore[attr-defined]
+            raise RuntimeError("CUDA out of memory.")
+        super().log(*args, **given)  # type: ignore[misc]
+
+
+def test_a_batch_that_fits_is_found(tmp_path: Path):
+    trainer = _trainer(_kinds(_Full)[1], tmp_path, _Line(), plan="single", arguments={
+        "auto_find_batch_size": True, "per_device_train_batch_size": 5, "max_steps": 1})
+    trainer.train()
+    assert trainer.state.train_batch_size == trainer._train_batch_size == 4
+
+
 class _Interrupted:
     """Is asked to stop, as by SIGTERM, after step 2: it saves then, and Trainer takes the step that it has begun."""
 

@@ -372,7 +372,6 @@ def test_supervised_fine_tuning_logs_the_same_losses(plan: str, tmp_path: Path):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"torch_compile": True}, "compiling belongs to the plan: .* compile=blocks\""),
     ({"lr_scheduler_type": "greedy"}, "reduce_lr_on_plateau"),
-    ({"auto_find_batch_size": True}, "accumulate=K"),
     ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
 ])
 def test_what_is_not_honoured_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path):

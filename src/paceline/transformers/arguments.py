@@ -20,7 +20,6 @@ _REFUSED = {
     "ddp_find_unused_parameters": "replicas are not DistributedDataParallel; unused parameters are found by themselves",
     "ddp_static_graph": "replicas are not DistributedDataParallel",
     "torch_compile": "compiling belongs to the plan: plan=\"... compile=blocks\"",
-    "auto_find_batch_size": "the batch is part of the experiment; plan=\"... accumulate=K\" takes it in smaller pieces",
     "torch_empty_cache_steps": "ranks keep the allocator's cache",
     "ignore_data_skip": "a resumed run goes on where the data was left",
     "full_determinism": "the plan says so: plan=\"... deterministic=yes\"",
@@ -40,7 +39,7 @@ _METHODS = {  # that are not called, and what to do in their place
     "_clip_grad_norm": "max_grad_norm", "_get_grad_norm": "a callback that reads the log",
     "_wrap_model": "model_init", "_run_epoch": "callbacks", "_inner_training_loop": "callbacks",
     "_prepare_for_training": "create_optimizer or create_scheduler", "evaluation_loop": "compute_metrics",
-    "_track_num_input_tokens": "include_num_input_tokens_seen", "_update_auto_batch_size": "plan=\"accumulate=K\"",
+    "_track_num_input_tokens": "include_num_input_tokens_seen",
     "_load_optimizer_and_scheduler": "callbacks", "_load_rng_state": "callbacks", "_load_scaler": "callbacks"}
 _AT_STEPS = ("log", "_maybe_log_save_evaluate", "_get_learning_rate")  # that are called between steps
 _LIBRARIES = ("paceline", "transformers", "trl", "builtins")
@@ -52,8 +51,18 @@ def refuse(trainer: Any) -> None:
     Raises:
         UsageError: an argument, callback or overridden method that is not honoured.
     """
-    problems = [*_arguments(trainer.args), *_methods(trainer), *_callbacks(trainer), *_model(trainer.model),
-                *_best_metric(trainer)]
+    _raise([*_arguments(trainer.args), *_methods(trainer), *_callbacks(trainer), *_best_metric(trainer)])
+
+
+def refuse_model(trainer: Any) -> None:
+    """
+    Raises:
+        UsageError: it is placed, cut or quantized already.
+    """
+    _raise(list(_model(trainer.model)))
+
+
+def _raise(problems: list[str]) -> None:
     if problems:
         raise UsageError("; ".join(problems), hint="docs/transformers.md lists what this Trainer takes")
 

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from transformers.trainer import logger
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from paceline.errors import UsageError
+from paceline.errors import OutOfMemory, UsageError
 from paceline.job import Job
 from paceline.launch.environment import current
 from paceline.launch.fork import cuda_left_alone, forks_can_use_cuda
@@ -110,6 +110,9 @@ class PlannedTraining(_AnyTrainer):
                              ignore_keys_for_eval: list[str] | None = None) -> TrainOutput:
         """Train under the plan; events, logs and checkpoints in the order that Trainer has them."""
         arguments.refuse(self)  # callbacks may have been added
+        arguments.refuse_model(self)
+        if args.auto_find_batch_size:
+            self._update_auto_batch_size(batch_size)
         loader = self.get_train_dataloader()
         epochs, steps_per_epoch, _, num_samples, _, batches, steps = self.set_initial_training_values(args, loader)
         self._init_training_state(steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
@@ -184,8 +187,10 @@ class PlannedTraining(_AnyTrainer):
         try:
             yield
             session.end()
-        except BaseException:
+        except BaseException as error:
             session.abandon()
+            if self.args.auto_find_batch_size and getattr(error, "exit_code", None) == OutOfMemory.exit_code:
+                raise RuntimeError("CUDA out of memory.") from error  # Trainer tries again with a smaller batch
             raise
         finally:
             self._session = None
@@ -196,6 +201,7 @@ class PlannedTraining(_AnyTrainer):
         if self._session is not None:
             yield
             return
+        arguments.refuse_model(self)
         job = evaluation_of(self, loader)
         plan: Any = self._plan_in_use or (Plan() if is_auto(self.plan) else self.plan)
         resolved = resolve(job, plan, devices=self.devices, environment=current())
