@@ -103,3 +103,23 @@ def test_a_loss_is_called_once_for_each_batch(tmp_path: Path):
     result = paceline.train(make_job(loss=loss, steps=2), "tensor=2", run=tmp_path / "run", check=False)
 
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.sparse_coo])
+def test_batches_that_are_no_plain_tensors_are_checked(layout: torch.layout):
+    """What one device and the ranks were given is compared by samples, which such a batch has no rows for."""
+    rows = [torch.ones(1 + number % 3, FEATURES) * (number + 1) / 8 for number in range(8)]
+
+    def collate(samples: list[Tensor]) -> Any:
+        given = (torch.nested.as_nested_tensor(samples, layout=torch.jagged) if layout is torch.jagged
+                 else torch.stack([row[0] for row in samples]).to_sparse())
+        return given, torch.stack([row.mean(0)[:3] for row in samples])
+
+    class Reader(Net):
+        def forward(self, given: Tensor) -> Tensor:
+            parts = given.unbind() if given.is_nested else given.to_dense()[:, None].unbind()
+            return super().forward(torch.stack([part.mean(0) for part in parts]))
+
+    certificate, = paceline.verify(make_job(Reader, data=rows, collate=collate, batch=8, steps=1), ["data=2"], steps=1)
+
+    assert certificate.passed, certificate

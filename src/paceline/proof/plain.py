@@ -581,7 +581,8 @@ def sample_marks(batch: MicroBatch) -> torch.Tensor:
     marks = torch.zeros(max(batch.samples, 1), dtype=torch.float64)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim and tensor.shape[0] == len(marks):
+        has_rows = tensor.ndim and tensor.layout is torch.strided and not tensor.is_nested
+        if has_rows and tensor.shape[0] == len(marks):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             flat = real.reshape(len(marks), -1).cpu().double()
             marks.add_(flat @ torch.sin(torch.arange(1, flat.shape[1] + 1, dtype=torch.float64)))
