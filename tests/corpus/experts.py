@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 
 import paceline
 
-from .registry import FEATURES, Block, adamw, entry, make_job
+from .registry import BATCH, FEATURES, SAMPLES, Block, adamw, entry, make_job, numbers
 
 
 class Routed(nn.Module):
@@ -32,7 +35,7 @@ class Routed(nn.Module):
 class RoutedNet(nn.Module):
     """Blocks of experts."""
 
-    def __init__(self, layer: type[nn.Module] = Routed) -> None:
+    def __init__(self, layer: Callable[[], nn.Module] = Routed) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, FEATURES)
         self.blocks, self.last = nn.ModuleList([Block(layer()), Block(layer())]), nn.Linear(FEATURES, 3)
@@ -130,3 +133,20 @@ def closed_gate() -> paceline.Job:
             return self.linear(x) * self.gate
 
     return make_job(lambda: RoutedNet(Gated))
+
+
+@entry("adapters named by the batch, idle in other steps, and a layer that nothing uses")
+def adapters_in_turn() -> paceline.Job:
+    class Adapters(RoutedNet):
+        def __init__(self) -> None:
+            super().__init__(lambda: nn.Linear(FEATURES, FEATURES))
+            self.layers = nn.ModuleDict({name: nn.Linear(FEATURES, FEATURES) for name in "ab"})
+            self.scales = nn.ParameterDict({name: torch.ones(FEATURES) for name in "ab"})
+            self.spare = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, name: list[str]) -> Tensor:
+            return super().forward(x + torch.tanh(self.layers[name[0]](x)) * self.scales[name[0]])
+
+    data = [({"x": x, "name": "ab"[number // BATCH % 2]}, x[:3])
+            for number, x in enumerate(numbers(SAMPLES, FEATURES))]
+    return make_job(Adapters, data=data, sampler=SequentialSampler(data), optimizer=adamw)

@@ -137,7 +137,8 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     (Routed, adamw, "data=2 recompute=full", "server=1 workers=2"), (Routed, adamw, "single", "data=2 shard=2"),
     (Adapters, adamw, "single", "shard=2"), (Adapters, adamw, "pipeline=2", "tensor=2"),
     (Adapters, momentum, "tensor=2", "place=auto parts=2"), (Adapters, momentum, "data=2 tensor=2", "shard=2 zero=1"),
-    (Adapters, adamw, "pipeline=2 schedule=zero-bubble", "data=2"), (Adapters, momentum, "shard=2", "pipeline=2")])
+    (Adapters, adamw, "pipeline=2 schedule=zero-bubble", "shard=2 pipeline=2"),
+    (Adapters, momentum, "shard=2", "pipeline=2")])
 def test_parameters_without_a_gradient_stay(tmp_path: Path, model: type[nn.Module], optimizer: Any, plan: str,
                                             then: str):
     """Weight decay, momentum and moments move no parameter in a step in which no sample uses it."""

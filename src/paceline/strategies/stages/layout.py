@@ -130,7 +130,7 @@ class Stages:
         buffer_owners = dict.fromkeys((name for name, _ in template.named_buffers()), 0)
         for piece in example.pieces:
             buffer_owners |= dict.fromkeys(piece.buffers, ranks[stage_of[piece.key]])
-        holders, unused = _holders(example, tensors, lambda piece: ranks[stage_of[piece.key]])
+        holders, self.unused = _holders(example, tensors, lambda piece: ranks[stage_of[piece.key]])
         # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
         self.owned = frozenset(name for name, places in holders.items() if places[0] == place)
         self.owned_buffers = frozenset(name for name, owner in buffer_owners.items() if owner == place)
@@ -151,7 +151,7 @@ class Stages:
             split.runner if split.touches(piece) else None,
             {name: here[name] for name in piece.parameters if name in apart}, runs_once=bool(piece.opaque))
             for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == place}
-        lone = {name: p for name, p in here.items() if name in (*unused, *apart)}
+        lone = {name: p for name, p in here.items() if name in self.unused | apart}
         self.module: PieceModules = PieceModules(pieces, lone, template, split)
         self.engine = Engine(assignment.orders, self.links, self.module.run, self._weights)
         self.has_output, self.statistics = ranks[-1] == place, use.statistics
@@ -296,8 +296,9 @@ class Stages:
         for piece in capture.pieces:
             first = self.stage_of.get(piece.key, next(reversed(stages.values()), 0))
             possible = range(first, first + 1 if piece.key in self.stage_of else len(self.ranks))
+            is_whole = not self.is_sharded or self.unused.issuperset(piece.parameters)
             is_known = weights.get(piece.key, set()).issuperset(piece.parameters)
-            stage = next((stage for stage in possible if is_known or (not self.is_sharded and all(
+            stage = next((stage for stage in possible if is_known or (is_whole and all(
                 self.ranks[stage] in self.holders[name] for name in piece.parameters))), -1)
             if any(made.get(name, 0) > stage for name in piece.inputs) or stage < 0:
                 raise JobError(f"'{piece.key}' runs here otherwise than in the capture that the model was cut by",
@@ -342,7 +343,7 @@ class Stages:
 
 
 def _holders(example: Capture, names: Collection[str],
-             rank_of: Callable[[Piece], int]) -> tuple[dict[str, list[int]], list[str]]:
+             rank_of: Callable[[Piece], int]) -> tuple[dict[str, list[int]], set[str]]:
     """The ranks that have each parameter, and parameters that the example does not use: other batches may use one of
     these in place of that with the most similar name, so that they lie beside it."""
     holders: dict[str, list[int]] = {name: [] for name in names}
@@ -355,7 +356,7 @@ def _holders(example: Capture, names: Collection[str],
     for name in unused:
         similar = max(used, key=lambda other: len(commonprefix([name, other])), default=None)  # noqa: RUF071  # letters
         holders[name] = holders[similar][:1] if similar is not None else [0]
-    return holders, unused
+    return holders, set(unused)
 
 
 def _refuse_shards(example: Capture, tensors: Mapping[str, nn.Parameter]) -> None:
