@@ -265,3 +265,21 @@ def huber() -> paceline.Job:
 @entry("a loss that is computed in float32", tolerance=1e-5)
 def loss_in_float32() -> paceline.Job:
     return make_job(loss=lambda output, target: F.mse_loss(output.float(), target.float()))
+
+
+class Warming(nn.Module):
+    """A loss that weighs more with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.calls += 1
+        return F.mse_loss(output, target) * (1 - 0.5 ** self.calls)
+
+
+@entry("a loss that is a module and counts its calls", evaluates=False)
+def counting_loss() -> paceline.Job:
+    return make_job(loss=Warming())

@@ -318,3 +318,40 @@ def one_step() -> paceline.Job:
 @entry("a batch of the least size that three replicas can share")
 def batch_of_three() -> paceline.Job:
     return make_job(batch=BATCH // 4, optimizer=adamw)
+
+
+class WithModes(torch.optim.Optimizer):
+    """SGD whose weights in `eval()` are the mean of all so far."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, {"lr": 0.1, "is_training": True, "count": 0})
+
+    def train(self) -> None:
+        self._put(True)
+
+    def eval(self) -> None:
+        self._put(False)
+
+    @torch.no_grad()
+    def _put(self, is_training: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["is_training"] is not is_training and (state := self.state.get(p)):
+                    other = state["other"].clone()
+                    state["other"].copy_(p)
+                    p.copy_(other)
+            group["is_training"] = is_training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+                other = self.state[p].setdefault("other", torch.zeros_like(p))
+                other.lerp_(p, 1 / group["count"])
+
+
+@entry("an optimizer with train() and eval(), whose weights differ")
+def optimizer_with_modes() -> paceline.Job:
+    return make_job(optimizer=WithModes)

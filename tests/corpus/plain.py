@@ -112,9 +112,11 @@ def _run(job: Job, cut: Cut, build: Any) -> Outcome:
         weights = [sum(map(len, pieces)) / len(items) for pieces in cut.pieces(len(items))]
         losses: list[float] = []
         closure = partial(_evaluate, job, replicas, items, cut, weights, losses)
+        _tell(optimizer, "train")
         if needs_gradients(optimizer):
             closure()
         optimizer.step(*([closure] if evaluates_itself(optimizer) else []))
+        _tell(optimizer, "eval")
         outcome.losses.append(losses[0])
         if schedule is not None:
             schedule.step()
@@ -124,6 +126,11 @@ def _run(job: Job, cut: Cut, build: Any) -> Outcome:
     outcome.state = {name: value.detach().clone() for name, value in model.state_dict().items()
                      if isinstance(value, Tensor)}
     return outcome
+
+
+def _tell(optimizer: Any, mode: str) -> None:
+    """Schedule-free optimizers have other weights in each mode."""
+    getattr(optimizer, mode, lambda: None)()
 
 
 def evaluates_itself(optimizer: torch.optim.Optimizer) -> bool:
