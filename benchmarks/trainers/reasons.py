@@ -47,9 +47,6 @@ REASONS = {
         "Paceline treats a scalar loss as the mean over samples, but this loss is not that mean. For such losses "
         "Paceline's documentation asks for `(sum, count)`. `paceline verify` fails the job with that advice, and "
         "`paceline train` says before it starts that cutting the batch changes this job.",
-    ("Paceline", "batchnorm", ""):
-        f"{_RANK_STATISTICS} Paceline has no synchronised BatchNorm. `paceline train` says before the first step that "
-        "samples are coupled. The documentation advises GroupNorm, or a plan that splits the model and not the batch.",
     ("DDP", "short", ""): _PADDED,
     ("DDP", "short", "drop_last"): _DROPPED,
     ("DDP", "ignored", ""): _RANK_MEANS,
