@@ -47,16 +47,19 @@ class JobState:
     """What a job's functions and objects keep, as it was when this was made, and what training has made of it.
 
     It is looked for in attributes, containers, buffers, closures and the job file's global variables, at any depth.
-    Data sets, and objects of Python's own library, are left out. A checkpoint keeps what has changed, so that a resumed
-    job may give other values to the rest.
+    Data sets, objects of Python's own library, and the model that is trained are left out. A checkpoint keeps what has
+    changed, so that a resumed job may give other values to the rest.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, model: nn.Module | None = None) -> None:
+        """model: that is trained; a loss may know it."""
+        self.job, self.model = job, model
         self._before = {name: SeenPlain(place.get()) for name, place in self._look().places.items()}
 
     def _look(self) -> _Found:
-        found = _Found(alive={id(each): each for each in (self.job.data, self.job.validation, self.job.test)})
+        modules = () if self.model is None else self.model.modules()
+        apart = (self.job.data, self.job.validation, self.job.test, *modules)
+        found = _Found(alive={id(each): each for each in apart})
         for name in _ROOTS:
             root = getattr(self.job, name)
             _visit(getattr(root, "groups", root) if name == "sampler" else root, name, found)

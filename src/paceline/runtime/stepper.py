@@ -170,7 +170,7 @@ class Stepper:
         # The loss is computed here, for the first samples of each step.
         self.speaks_for_job = (not mesh.replica and mesh.is_first_of_same_loss and self.layout.has_output
                                and not (job.models and mesh.coordinates[mesh.stage_axis]))
-        self.job_state = JobState(job)
+        self.job_state = JobState(job, self.model)
         self.has_modes, self.trains = has_modes(self.optimizer), True
         self.scaling = LossScale() if job.precision == "fp16" else None
         if self.scaling is not None and self.needs_closure:
