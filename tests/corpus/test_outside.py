@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import paceline
+from paceline.errors import PacelineError
 from paceline.launch.failure import RankFailed
 
 from .outside import Masked, of_sequences
@@ -123,3 +124,16 @@ def test_batches_that_are_no_plain_tensors_are_checked(layout: torch.layout):
     certificate, = paceline.verify(make_job(Reader, data=rows, collate=collate, batch=8, steps=1), ["data=2"], steps=1)
 
     assert certificate.passed, certificate
+
+
+def test_a_model_that_calls_torch_distributed_is_not_split(tmp_path: Path):
+    """Its ranks would wait for each other for ever."""
+    class Meeting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            mean = x.detach().mean(0)
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(mean)
+            return super().forward(x + 0 * mean)
+
+    with pytest.raises(PacelineError, match=r"the model calls torch\.distributed itself"):
+        paceline.train(make_job(Meeting), "pipeline=2", run=tmp_path / "run", check=False, timeout_s=20)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.capture.attributes import AttributeSnapshot, is_like_a_buffer, plain_attributes
 from paceline.capture.randomness import WithoutRandomness
@@ -47,7 +48,7 @@ def examine(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     findings = Findings(_with_hooks(model))
     snapshot = StateSnapshot(model)
     try:
-        with running(), snapshot.watching(), WithoutRandomness():
+        with running(), snapshot.watching(), WithoutRandomness(), _WithoutMessages():
             _run_twice(model, args, kwargs, snapshot, findings)
     finally:
         snapshot.restore()
@@ -57,6 +58,16 @@ def examine(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                               "model would lose that", hint=f"{WHOLE_MODEL_PLANS}; a module of the model that does "
                                                             "this, and is called itself, can be kept")
     return findings
+
+
+class _WithoutMessages(TorchDispatchMode):
+    """Refuses a forward that sends: ranks that run other parts of it would wait for each other."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise PlanRefused(f"the model calls torch.distributed itself ({func.overloadpacket.__name__}), and ranks "
+                              "of a plan that splits it run other parts", hint=WHOLE_MODEL_PLANS)
+        return func(*args, **(kwargs or {}))
 
 
 def _with_hooks(model: nn.Module) -> dict[str, str]:
