@@ -202,10 +202,11 @@ def test_weights_that_are_not_finite_end_the_run(plan: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("name", "plan", "shares", "microbatches"), [
-    ("normed", "data=2", (1, 1), 1), ("normed-sam", "data=2 accumulate=2", (1, 1), 2)])
+    ("normed", "data=2", (1,), 1), ("normed-sam", "data=2 accumulate=2", (1, 1), 2)])
 def test_buffers_meet_after_every_evaluation(name: str, plan: str, shares: tuple[int, ...], microbatches: int,
                                              tmp_path: Path) -> None:
-    """Where samples are coupled, a plan equals one device that cuts each batch alike, in every evaluation."""
+    """Where samples are coupled, a plan equals one device that cuts each batch alike, in every evaluation. Replicas
+    with one micro-batch join their statistics, and equal one device that cuts nothing."""
     run = PlainRun(JOBS[name](), shares=shares, microbatches=microbatches)
     *_, last = run.steps(7)
     trained = train(JOBS[name](), plan, tmp_path / "run")

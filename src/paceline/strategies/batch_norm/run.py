@@ -190,8 +190,8 @@ class _Normalised(torch.autograd.Function):
             2, channels, dtype=torch.float64)
         size = x.numel() // channels
         mean, square, (count, _) = torch.ops.paceline.sum_over_replicas(torch.cat(
-            [mean * size, (variance + mean.square()) * size, mean.new_tensor([size, number])]),
-            False).split([channels, channels, 2])
+            [mean * size, (variance + mean.square()) * size, mean.new_full((1,), size), mean.new_full((1,), number)]),
+            False).split([channels, channels, 2])  # filled there: a copy from the host would wait for the device
         if size < 2 and not is_fake(x) and float(count) < 2:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
         mean = mean / count
@@ -215,7 +215,7 @@ class _Normalised(torch.autograd.Function):
             gradient, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True])
         if ctx.needs_input_grad[0]:
             sums = torch.ops.paceline.sum_over_replicas(
-                torch.cat([dweight.double(), dbias.double(), count.new_tensor([ctx.number])]), True)
+                torch.cat([dweight.double(), dbias.double(), count.new_full((1,), ctx.number)]), True)
             factors = sums[:-1].view(2, -1) / count * (variance.double() + ctx.eps).rsqrt()
             slope, offset = (factors if weight is None else factors * weight).to(mean.dtype)
             dx = dx - _scaled(x, slope, offset, mean, variance, ctx.eps)
@@ -242,7 +242,7 @@ class _Sum(torch.autograd.Function):
 def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, number: int) -> Tensor:
     """The same of operators that torch can differentiate."""
     dims, shape = [dim for dim in range(x.ndim) if dim != 1], [-1 if dim == 1 else 1 for dim in range(x.ndim)]
-    ends = x.new_tensor([x.numel() // x.shape[1], number])
+    ends = torch.cat([x.new_full((1,), x.numel() // x.shape[1]), x.new_full((1,), number)])
 
     def mean_of(values: Tensor) -> Tensor:
         *sums, count, _ = _Sum.apply(torch.cat([values.sum(dims), ends]))
