@@ -271,6 +271,8 @@ def test_ranks_generate_by_the_arguments_of_an_evaluation(tmp_path: Path):
         """Evaluates once more where the training ends."""
 
         def _bring_weights(self) -> None:
+            if not self.state.global_step:  # a callback looks at the model before the training, too
+                return
             self.longer = self.evaluate(max_length=9, num_beams=1)
             self.configured = self.evaluate(generation_config=config)
             with pytest.raises(UsageError, match="logits_processor="):
