@@ -221,5 +221,5 @@ def test_a_value_that_is_neither():
 
 def test_without_the_package_for_certificates(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r"PACELINE_TLS=1 needs the package 'cryptography'(.|\n)*paceline\[tls\]"):
+    with pytest.raises(MissingPackage, match=r"PACELINE_TLS=1 needs the package 'cryptography'(.|\n)*'\.\[tls\]'"):
         Identity.make()

@@ -135,5 +135,5 @@ def test_without_ray_or_without_a_file(file: str, tmp_path: Path, monkeypatch: p
     with pytest.raises(UsageError, match="needs the job's file"):
         pl.search(lambda lr=0.1: None, 2, vary={"lr": "0..1"}, ray="auto")  # type: ignore[arg-type,return-value]
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UsageError, match=r"(?s)needs the package 'ray'.*paceline\[ray\]"):
+    with pytest.raises(UsageError, match=r"(?s)needs the package 'ray'.*'\.\[ray\]'"):
         pl.search(file, 2, settings=WORKS, ray="auto", run=tmp_path / "run")

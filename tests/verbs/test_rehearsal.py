@@ -27,13 +27,6 @@ def job(steps: int = 12) -> pl.Job:
                   steps=steps, precision="float64")
 
 
-class Unused(nn.Linear):
-    """A layer that its loss needs only in part."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight)
-
-
 def test_a_rank_and_a_launcher_that_die_cost_time_alone(paceline_rehearse):
     outcome = paceline_rehearse(job(), "data=2", "kill 1@4:backward", "raise 1@6:backward", "kill_launcher 0@8",
                                 save_every=3)
@@ -64,7 +57,7 @@ def test_a_fault_that_does_not_strike_is_told(paceline_rehearse):
 
 def test_an_undisturbed_run_that_fails_is_told_with_its_hint(tmp_path):
     """There is nothing to compare with, so what its failure says to do is all that helps."""
-    unused = replace(job(), model=lambda: Unused(3, 2))
+    unused = replace(job(), loss=lambda output, target: target.square().mean())
     with pytest.raises(pl.PacelineError, match=r"(?s)undisturbed run failed: rank 0 .*hint: ") as caught:
         pl.rehearse(unused, "single", run=tmp_path)
     assert caught.value.hint == read_failure(tmp_path / "undisturbed")["hint"]
