@@ -123,7 +123,7 @@ def test_a_stranger_is_sent_nothing_back():
     """A connection without the key is closed."""
     server_end, stranger_end = socket.socketpair()
     with server_end, stranger_end:
-        server_end.sendall(b"x" * 16)
+        server_end.sendall(b"x" * 32)
         doctor_hosts._answer(stranger_end, b"y" * 32)
         stranger_end.close()
         assert server_end.recv(10) == b""
