@@ -243,8 +243,9 @@ def attribute_of_the_data() -> paceline.Job:
     return make_job(model, data=data, sampler=SequentialSampler(data))
 
 
-@entry("a weight that the loss writes on the model, by how often it was called: coupled", evaluates=False)
 def attribute_of_the_loss() -> paceline.Job:
+    """A weight that the loss writes on the model, by how often it was called. No plain loop cuts such a job as ranks
+    do, whose losses have a model each: it is no job of the page."""
     held: dict[str, Any] = {}
 
     def model() -> nn.Module:

@@ -13,8 +13,8 @@ import paceline
 from paceline.errors import PacelineError
 from paceline.launch.failure import RankFailed
 
-from .outside import Masked, of_sequences
-from .registry import FEATURES, Net, entries, make_job
+from .outside import Masked, attribute_of_the_loss, of_sequences
+from .registry import FEATURES, Entry, Net, entries, make_job
 from .sweep import EXACT, REFUSED, Sweep
 
 LATER = {  # jobs of which something changes in Python after the first step
@@ -38,7 +38,8 @@ def test_values_that_change_are_seen(tmp_path: Path, plan: str, jobs: str):
 
 def test_a_loss_may_not_set_what_other_ranks_read(tmp_path: Path):
     """Only the last stage's rank runs it; under `tensor=2` all do."""
-    cells = Sweep(tmp_path).run(entries("attribute_of_the_loss"), ["pipeline=2 microbatches=1", "tensor=2"])
+    job = Entry("attribute_of_the_loss", "outside", "a loss that writes on the model", attribute_of_the_loss)
+    cells = Sweep(tmp_path).run([job], ["pipeline=2 microbatches=1", "tensor=2"])
 
     assert [cell.verdict for cell in cells] == [REFUSED, EXACT]
     assert "the loss sets 'weights'" in cells[0].reason

@@ -41,8 +41,10 @@ def first_update(job: Job, source: JobFile | None, resolved: Resolved, *, enviro
     from paceline.verbs.early import refuse_few_pieces
 
     refuse_few_pieces(job, resolved.plan)
-    if resolved.plan.relaxed is None and (resolved.plan.world_size > 1 or loader_workers > 1):
-        readers = f"The ranks of '{resolved.plan}'" if resolved.plan.world_size > 1 else "Loader workers"
+    looks_ahead = resolved.plan.with_(deterministic="no", accumulate=1) != Plan()  # at the model, with some samples
+    if resolved.plan.relaxed is None and (looks_ahead or loader_workers > 1):
+        readers = (f"The ranks of '{resolved.plan}'" if resolved.plan.world_size > 1 else
+                   f"A look ahead under '{resolved.plan}' and the run" if looks_ahead else "Loader workers")
         refuse_memory(job, readers, timeout_s=timeout_s)
     if resolved.plan.with_(deterministic="no") == Plan():
         return None
