@@ -209,7 +209,7 @@ def main() -> int:
     """Run the tables, print the counts by plan, and return 1 if a cell is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.corpus.torch_tables", description=__doc__)
     parser.add_argument("--most", type=int, default=6, help="inputs of a class of modules at most")
-    parser.add_argument("--only", default="", help="rows whose name begins with this")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose name begins with one of these")
     parser.add_argument("--tables", nargs="+", default=["modules", "optimizers"])
     parser.add_argument("--plans", nargs="+", help="these instead of each table's own")
     parser.add_argument("--seconds", type=float, default=60.0, help="a rank that is silent for so long hangs")
@@ -223,7 +223,7 @@ def main() -> int:
         sweep = Sweep(Path(folder), given.seconds)
         for table in given.tables:
             rows = list(module_entries(given.most) if table == "modules" else optimizer_entries())
-            rows = [row for row in rows if row.name.startswith(given.only)]
+            rows = [row for row in rows if row.name.startswith(tuple(given.only))]
             sweep.learn([(row, WHOLE) for row in rows])
             trained = []
             for row in rows:
