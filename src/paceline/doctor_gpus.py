@@ -256,7 +256,8 @@ def judge_nccl(version: str, problem: str, seconds: float) -> Outcome:
     """Of an all-reduce between two GPUs. problem: why it failed, in short on its last line; empty if it didn't."""
     if not problem:
         return "ok", f"{version}; two GPUs all-reduced within {seconds:.1f} s"
-    if any(words in problem for words in ("no answer within", "did not go on", "did not reach", "don't match")):
+    if any(words in problem for words in ("no answer within", "no sign of life", "did not go on", "did not reach",
+                                          "don't match")):
         return ("bad", f"{version}; two GPUs began an all-reduce and did not end it in {NCCL_TIMEOUT_S:.0f} s",
                 "NCCL_P2P_DISABLE=1 if that helps, cards can't read each other's memory (IOMMU, PCIe ACS, virtual "
                 "machines); NCCL_SHM_DISABLE=1 for a small /dev/shm; NCCL_DEBUG=INFO shows where it waits")

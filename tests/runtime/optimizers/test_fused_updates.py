@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.runtime.state import _load_options
+from paceline.runtime.made import load_options
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,5 +70,5 @@ def test_a_fused_run_goes_on_on_one_device(tmp_path: Path):
 def test_a_checkpoint_does_not_say_how_updates_are_computed():
     """That depends on the device, which may be another one now."""
     group = {"lr": 0.1, "fused": None, "foreach": True}
-    _load_options([group], [{"parameters": ["weight"], "lr": 0.2, "fused": True, "foreach": None}])
+    load_options(group, {"parameters": ["weight"], "lr": 0.2, "fused": True, "foreach": None}, {}, {})
     assert group == {"lr": 0.2, "fused": None, "foreach": True}

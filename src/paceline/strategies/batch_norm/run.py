@@ -164,6 +164,8 @@ def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running_m
                 running_var: Tensor | None, training: bool, *numbers: Any) -> Tensor:
     if _joined is not None:
         _joined.note()
+    if training and is_fake(x) and x.numel() <= x.shape[1]:  # torch's decomposition divides by their number less one
+        running_mean = running_var = None
     if _joined is None or _is_apart or not training:
         return aten._batch_norm_impl_index(x, weight, bias, running_mean, running_var, training, *numbers)[0]
     momentum, eps, _ = numbers
