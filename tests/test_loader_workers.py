@@ -81,7 +81,7 @@ def test_a_hung_worker_ends_with_a_killed_command(tmp_path: Path, start_child: A
 def test_a_hung_worker_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Its process and its line are told at each restart and at the end, and nothing of it is left."""
     with pytest.raises(PacelineError) as raised:
-        pl.train(a_job(lambda: time.sleep(1000)), "data=2", run=tmp_path / "run", timeout_s=1.5, restarts=1)
-    named = rf"rank 0, 1 did not go on for 1.5 s; rank 0 waits for its loader worker \(process \d+\), at {__file__}:\d+"
+        pl.train(a_job(lambda: time.sleep(1000)), "data=2", run=tmp_path / "run", timeout_s=4, restarts=1)
+    named = rf"rank 0, 1 did not go on for 4 s; rank 0 waits for its loader worker \(process \d+\), at {__file__}:\d+"
     assert re.search(named, str(raised.value)) and raised.value.exit_code == 4
     assert re.search(named + "; all ranks start again", capfd.readouterr().err)

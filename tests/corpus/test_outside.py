@@ -20,7 +20,8 @@ from .sweep import EXACT, REFUSED, Sweep
 LATER = {  # jobs of which something changes in Python after the first step
     "tensor=2": "nested_config_of_a_schedule,frozen_for_a_while,masks_by_lengths,texts_alone",
     "pipeline=2 microbatches=1": "globals_of_a_schedule,hook_of_a_schedule,attribute_of_the_data,packed_and_longer,"
-                                 "buffer_brought_again"}
+                                 "buffer_brought_again",
+    "server=1 workers=2": "globals_of_a_schedule,frozen_for_a_while", "server=1 workers=2 colocate=yes": "hook_of*"}
 OUTSIDE = "temperature_of_a_schedule,tuple*,list*,nested_config*,text*,function_of*,globals*,dropout_of*,frozen_by*,"\
     "frozen_for*,hook_of*,attribute_of_the_data,numbers_of*,masks_by*,packed_and*,buffer_brought*"
 
@@ -28,7 +29,8 @@ OUTSIDE = "temperature_of_a_schedule,tuple*,list*,nested_config*,text*,function_
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("plan", "jobs"), [
     *LATER.items(), *(pytest.param(plan, OUTSIDE, marks=pytest.mark.slow) for plan in (
-        "tensor=2", "pipeline=2", "place=auto parts=2", "data=2 tensor=2", "shard=2 tensor=2", "pipeline=2 shard=2"))])
+        "tensor=2", "pipeline=2", "place=auto parts=2", "data=2 tensor=2", "shard=2 tensor=2", "pipeline=2 shard=2",
+        "server=1 workers=2", "server=2 workers=2 colocate=yes"))])
 def test_values_that_change_are_seen(tmp_path: Path, plan: str, jobs: str):
     """Attributes, variables, hooks, frozen parts, and sizes after a module that is taken whole."""
     cells = Sweep(tmp_path).run(entries(jobs), [plan])
@@ -92,6 +94,37 @@ def test_a_step_is_called_once_for_each_step(plan: str, tmp_path: Path):
         steps=3, precision="float64"), plan, run=tmp_path / "run", check=False)
 
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("has_own_step", [False, True])
+def test_workers_of_servers_see_what_a_schedule_sets(has_own_step: bool, tmp_path: Path):
+    """Also after a resume. The servers' processes step the schedule for the learning rates."""
+    scale = [1.0]
+
+    def factor(step: int) -> float:
+        scale[0] = 1.0 + step
+        return 1.0
+
+    def loss(output: Tensor, *_: Any) -> Tensor:
+        return output.square().mean() * 0 + scale[0]
+
+    def step(ctx: Any, batch: Any) -> None:
+        ctx.backward("net", batch.input, loss)
+        ctx.update("net")
+
+    def job(steps: int) -> paceline.Job:
+        one = make_job(loss=loss, lr_schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+                       validation=None, steps=steps)
+        return one if not has_own_step else paceline.Job(
+            models={"net": Net}, step=step, optimizers={"net": paceline.Optimizer(
+                one.optimizer, lr_schedule=one.lr_schedule)},
+            data=torch.ones(24, FEATURES), batch=12, steps=steps, precision="float64")
+
+    plan, run = "server=1 workers=2", tmp_path / "run"
+    paceline.train(job(2), plan, run=run, check=False)
+    result = paceline.train(job(4), plan, run=run, resume=True, check=False)
+
+    assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_loss_is_called_once_for_each_batch(tmp_path: Path):

@@ -120,6 +120,7 @@ class ServerState:
         if len(shards) > 1:
             refuse_coupled(self.optimizer, built.behaviour.reach, plan_key=f"server={len(shards)}")
         self.schedule = build_schedule(job, self.optimizer)
+        self.shares_schedule = self.schedule is not None and servers_of(plan).colocate == "yes"
         self.made = as_made(job, self.optimizer_state, self.schedule)
         self.updated: set[str] = set()  # slices of the update under way that have had theirs
         _hollow(model, frozen.values())
@@ -130,10 +131,11 @@ class ServerState:
 
     @property
     def takes_slices(self) -> bool:
-        """Whether slices may be updated one by one, each when its gradient is there."""
+        """Whether slices may be updated one by one, each when its gradient is there. Not if a worker in this process
+        must see what the schedule does before it has the weights."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
         return self.job.clip is None and is_elementwise(self.optimizer) and not any(hooks) and (
-            not self.freezing.changes)
+            not self.freezing.changes) and not self.shares_schedule
 
     def update_slices(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         """One step of the optimizer for these slices alone."""

@@ -26,6 +26,7 @@ from paceline.runtime.folder import CHECKPOINTS
 from paceline.runtime.follow import followed
 from paceline.runtime.loss import Tally
 from paceline.runtime.memory import PeakMemory
+from paceline.runtime.optimizers.schedule import step_schedule
 from paceline.runtime.order import Order, Window
 from paceline.runtime.refusals import check_loss
 from paceline.runtime.state_at_rest import StateAtRest, of_updates
@@ -38,16 +39,22 @@ from paceline.strategies.server.exchange.connection import Pusher, ServerConnect
 from paceline.strategies.server.exchange.rows import Rows, tables
 from paceline.strategies.server.exchange.wire import Peer, Role, WireError, connect
 from paceline.strategies.server.ranks.order_inbox import OrderInbox
-from paceline.strategies.server.ranks.roles import RankTask, servers_of
+from paceline.strategies.server.ranks.roles import RankTask, Roles, servers_of
 from paceline.strategies.server.ranks.served_steps import ServedSteps
 from paceline.strategies.server.ranks.server_state import deal_out
+from paceline.strategies.server.ranks.update_order import UpdateOrder
 from paceline.strategies.server.shards import fingerprint
 
 _CONNECT_S = 60.0
 
 
 class Worker:
-    """One worker of a run. It holds the whole model and no optimizer state that matters."""
+    """One worker of a run. It holds the whole model and no optimizer state that matters.
+
+    schedule: the worker's own, as it may change more than learning rates: the model, or what its forward reads. None
+        beside a server in the same process, whose schedule does so.
+    scheduled: how many steps it has taken.
+    """
 
     def __init__(self, task: RankTask, *, number: int) -> None:
         context, job, plan, settings = task.context, task.job, task.plan, task.settings
@@ -77,6 +84,9 @@ class Worker:
         self.rows = Rows(tables_of_rows, self.links)
         self.arrivals = WeightArrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
         self.order = Order.of(job)
+        self.turns = UpdateOrder(self.order, servers_of(plan))
+        self.serves = Roles.of(plan, context.rank).server is not None
+        self.schedule, self.scheduled = None if self.serves else self.stepper.schedule, 0
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
         self.inbox = OrderInbox(self.control, self.arrivals, takes_any=servers_of(plan).staleness != 0,
                             alive=partial(context.beat, "input"))
@@ -107,6 +117,8 @@ class Worker:
         def update(optimizer: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
             self._check_weights()
             served.update(optimizer, parameters)
+            if self.schedule is not None:
+                self._step_schedule(self.schedule.of(optimizer), stepper.optimizer.members[optimizer])
             self._note_weights()
 
         stepper.step_sync, stepper.named_update = served, update
@@ -178,10 +190,24 @@ class Worker:
                              self.inbox.loss(self.observed_step))
             self.observed_step = None
 
+    def _follow_schedule(self, step: int) -> None:
+        """Let the schedule have taken so many steps."""
+        if self.serves and self.stepper.schedule is not None:
+            self.arrivals.settle()  # the server has stepped it before its weights are complete
+        while self.scheduled < step:
+            self.scheduled += 1
+            self._step_schedule(self.schedule, self.stepper.optimizer)
+
+    @staticmethod
+    def _step_schedule(schedule: Any, optimizer: Any) -> None:
+        optimizer._opt_called = True  # schedules look whether a step was taken, and servers take them
+        step_schedule(schedule)
+
     def _compute(self, order: dict[str, Any]) -> dict[str, Any]:
         step, observer = order["step"], self.settings.observer
         self.context.step = step + 1
         self._fetch(order)
+        self._follow_schedule(step)
         window, batches = self._samples(step, order["part"])
         self.frozen = self.stepper.freezing.at(step, window.epoch)
         if observer is not None:
@@ -229,6 +255,10 @@ class Worker:
             checkpoint = open_copy(copies, version, servers) if copies is not None and (
                 copies.newest(servers) == version) else open_checkpoint(
                     self.settings.run_dir / CHECKPOINTS / f"step-{version}")
+            if self.schedule is not None:
+                for name, then in checkpoint.document["schedule"].items():
+                    for _ in range(then.get("last_epoch", 0)):
+                        self._step_schedule(self.schedule.of(name), self.stepper.optimizer.members[name])
             for name in followed(self.job.followers, self.stepper.local_parameters):
                 checkpoint.read_into(f"parameters/{name}", self.stepper.local_parameters[name].data)
 
@@ -275,6 +305,7 @@ class Worker:
         if self.served is None:
             self._fetch(order)
             self.arrivals.settle()
+            self._follow_schedule(self.turns.steps(order["version"]))
         part = DataShard((1,) * order["of"], order["part"], self.plan.num_microbatches)
         sums = self._sums_over(self.job.validation, part)
         return {"sums": order["evaluate"], "names": list(sums), "values": [row.tolist() for row in sums.values()]}
