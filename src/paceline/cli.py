@@ -12,6 +12,8 @@ import errno
 import io
 import json
 import os
+import re
+import shlex
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import typer
+from typer.core import TyperCommand
 
 import paceline
 from paceline.document import strict
@@ -31,12 +34,37 @@ from paceline.launch.imports import OF_RUNS, load_modules
 from paceline.runtime.folder import fresh_name
 from paceline.verbs.summary_table import card, summary_table, table
 
+
+class _Command(TyperCommand):
+    """A command that names the option that a word too many belongs to."""
+
+    allow_extra_args = True  # it refuses them itself
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = super().parse_args(ctx, args)
+        if words:
+            from paceline.strategies.key_registry import key
+
+            meant: dict[str, list[str]] = {}
+            for word in words:
+                name = re.split(r"[\s,=]", word)[0]
+                is_plan = name in ("single", "auto") or key(name) is not None or word.endswith(".json")
+                meant.setdefault("--plan" if is_plan else "--set" if "=" in word else "", []).append(word)
+            repeats = {option: getattr(each, "multiple", False) for each in self.params for option in each.opts}
+            options = [shlex.join([option, value]) for option, group in meant.items() if option in repeats
+                       for value in (group if repeats[option] else [" ".join(group)])]
+            ctx.fail(printable(f"no argument takes {shlex.join(words)}"
+                               + f"; did you mean {' '.join(options)}?" * bool(options)))
+        return words
+
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_command = partial(app.command, cls=_Command)
 
 JobSource = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="The job: a function, `job` by default.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a trained run.")]
@@ -102,7 +130,7 @@ def root(version: Annotated[bool, typer.Option("--version", is_eager=True, callb
     """Plans, proves and runs distributed training of an ordinary PyTorch model."""
 
 
-@app.command()
+@_command()
 def train(
     file: JobSource,
     plan: OnePlan = None,
@@ -160,7 +188,7 @@ def train(
         _say(_json(figures) if as_json else summary_table(figures))
 
 
-@app.command()
+@_command()
 def evaluate(run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_json: Json = False) -> None:
     """Compute a trained run's loss and metrics on its validation data."""
     with _reported():
@@ -171,7 +199,7 @@ def evaluate(run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_j
         _say(_json(figures) if as_json else table(figures))
 
 
-@app.command()
+@_command()
 def predict(
     run: RunFolder,
     input: Annotated[str, typer.Argument(metavar="INPUT", help="What the model is given.")],
@@ -190,7 +218,7 @@ def predict(
         _say(_json(outcome) if as_json else table(outcome))
 
 
-@app.command(name="plan")
+@_command(name="plan")
 def plan_(
     file: Annotated[str | None, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file with a function job().",
                                                show_default=False)] = None,
@@ -284,7 +312,7 @@ def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, 
         raise typer.Exit(1)
 
 
-@app.command()
+@_command()
 def verify(
     file: JobSource,
     settings: Settings = None,
@@ -312,7 +340,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@_command()
 def search(
     file: JobSource,
     trials: Annotated[int, typer.Option(metavar="N", min=1, help="Trials that the study has at its end.")],
@@ -357,7 +385,7 @@ def search(
     _say(_json(result.to_dict()) if as_json else table(_best_of(result.to_dict())))
 
 
-@app.command()
+@_command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="DIR", help="Of a run, a search or a verification.")],
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="By default DIR/report.html.")] = None,
@@ -369,7 +397,7 @@ def report(
     _say(str(written))
 
 
-@app.command()
+@_command()
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The folder of a run.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="That of another.")],
@@ -387,7 +415,7 @@ def compare(
         raise typer.Exit(1)
 
 
-@app.command()
+@_command()
 def rehearse(
     file: JobSource,
     plan: OnePlan = None,
@@ -434,7 +462,7 @@ def rehearse(
         raise typer.Exit(1)
 
 
-@app.command()
+@_command()
 def audit(run: RunFolder, as_json: Json = False) -> None:
     """Prove by a run's journal that each sample counted in exactly one update of its epoch."""
     with _reported():
@@ -444,7 +472,7 @@ def audit(run: RunFolder, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@_command(context_settings={"ignore_unknown_options": True})
 def launch(
     kind: Annotated[Literal["slurm", "k8s", "sky", "ray", "docker"], typer.Argument(
         help="Slurm, Kubeflow Trainer, SkyPilot, KubeRay, or Docker.")],
@@ -473,7 +501,7 @@ def launch(
     typer.echo(text if write is None else str(write), nl=write is not None)
 
 
-@app.command()
+@_command()
 def doctor(
     hosts: Annotated[bool, typer.Option("--hosts", help="Run on each host: what is between the hosts.")] = False,
     patience: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="For other hosts to come.")] = 60.0,
