@@ -443,6 +443,35 @@ def test_the_version_is_printed():
     assert call("--version").stdout == f"paceline {paceline.__version__}\n"
 
 
+@pytest.mark.parametrize(("plan", "closed", "gone"), [
+    ("single", (0, 1, 2), ()), ("data=2", (2,), ()), ("data=2", (1,), (2,)), ("single", (), (2,))])
+def test_training_goes_on_without_a_display(plan: str, closed: tuple[int, ...], gone: tuple[int, ...], tmp_path: Path):
+    """Streams may be closed from the start, where a log or a checkpoint would take their number, or lose their
+    reader."""
+    (tmp_path / "tiny.py").write_text(
+        "import paceline as pl, torch\n"
+        "def job():\n"
+        "    print('from the job')\n"
+        "    return pl.Job(model=lambda: torch.nn.Linear(2, 1), data=(torch.ones(8, 2), torch.ones(8, 1)), steps=3,\n"
+        "                  loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=4)")
+
+    def change_streams() -> None:
+        for number in gone:
+            reader, writer = os.pipe()
+            os.close(reader)
+            os.dup2(writer, number)
+        for number in closed:
+            os.close(number)
+
+    ran = subprocess.run([sys.executable, "-m", "paceline", "train", str(tmp_path / "tiny.py"), "--plan", plan, "--run",
+                          str(tmp_path / "run"), "--check", "no", "--json"], cwd=tmp_path, preexec_fn=change_streams,
+                         stdout=subprocess.PIPE, timeout=200, check=False)
+    assert ran.returncode == 0
+    assert (1 in closed) or json.loads(ran.stdout)["steps"] == 3  # and nothing else
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+    assert "from the job" not in "".join(each.read_text() for each in (tmp_path / "run").glob("*.json*"))
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full, a file that is always full")
 def test_an_output_without_room_is_an_error():
     with open("/dev/full", "w") as full:

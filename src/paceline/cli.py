@@ -31,6 +31,7 @@ from paceline.jobfile import JobFile
 from paceline.launch import environment
 from paceline.launch import hosts as launch_hosts
 from paceline.launch.imports import OF_RUNS, load_modules
+from paceline.launch.logs import unbroken
 from paceline.runtime.folder import fresh_name
 from paceline.verbs.summary_table import card, summary_table, table
 
@@ -86,30 +87,32 @@ def main() -> None:
     """The `paceline` command. Its process ends without libtorch's destructors, which take 0.6 s of a core."""
     codes: list[int] = []
     atexit.register(_end_process, codes)  # the first to be registered is the last to run
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no UTF-8
-    try:
-        app(prog_name="paceline")
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            codes.append(end.code or 0)
-        raise
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+    with unbroken():
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no UTF-8
+        try:
+            app(prog_name="paceline")
+        except SystemExit as end:
+            if end.code is None or isinstance(end.code, int):
+                codes.append(end.code or 0)
             raise
-        codes.append(_report_lost_output(error))
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            codes.append(_report_lost_output(error))
 
 
 def _end_process(codes: Sequence[int]) -> None:
     """End the process with its exit code, where that is known."""
     if codes:
         code = codes[0]
-        try:
-            sys.stdout.flush()
-        except OSError as error:
-            code = code or _report_lost_output(error)
-        sys.stderr.flush()
-        os._exit(code)
+        with unbroken():
+            try:
+                sys.stdout.flush()
+            except OSError as error:
+                code = code or _report_lost_output(error)
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def _report_lost_output(error: OSError) -> int:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -70,11 +70,11 @@ class Tee(io.TextIOBase):
                 continue
             try:
                 act(stream)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: somebody closed the object
                 if stream is self.file and not self._has_told:
                     self._has_told = True
                     logger.warning("can't write %s: %s; the run goes on without what it would hold",
-                                   getattr(stream, "name", "its log"), error.strerror)
+                                   getattr(stream, "name", "its log"), getattr(error, "strerror", error))
 
     def isatty(self) -> bool:
         return self.terminal is not None and bool(self.terminal.isatty())
@@ -82,6 +82,18 @@ class Tee(io.TextIOBase):
     def fileno(self) -> int:
         stream: Any = self.terminal or self.file
         return int(stream.fileno())
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Meanwhile this process and its forks go on, also if stderr is closed or can't be written."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # the next file that is opened would take the place of a closed stream, and get its lines
+    os.close(number)
+    stdout, stderr = (stream or open(number, "w", closefd=False)  # noqa: SIM115  # as long as the process lives
+                      for number, stream in ((1, sys.stdout), (2, sys.stderr)))
+    with redirect_stdout(stdout), redirect_stderr(Tee(stderr, None)):
+        yield
 
 
 class _Once(logging.Handler):

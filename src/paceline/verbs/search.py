@@ -18,6 +18,7 @@ from paceline.jobfile import JobFile, JobFunction
 from paceline.launch import signals
 from paceline.launch.failure import user_frames
 from paceline.launch.inherited import named
+from paceline.launch.logs import unbroken
 from paceline.launch.worker_pool import WorkerPool
 from paceline.plans import Plan
 from paceline.runtime import folder
@@ -44,6 +45,7 @@ class StudyResult(Outcome):
     """What a search found; `DIR/study.json`."""
 
 
+@unbroken()
 def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: str | Sequence[str] | None = None,
            limits: Sequence[str] = (), settings: Mapping[str, Any] = {}, vary: Mapping[str, str] = {},
            space: str | Callable[[Any], Mapping[str, Any]] | None = None,

@@ -19,6 +19,7 @@ from paceline.jobfile import AnyJob, JobFile, open_job
 from paceline.launch.environment import current
 from paceline.launch.failure import RankFailed
 from paceline.launch.launcher import Launcher
+from paceline.launch.logs import unbroken
 from paceline.planner.resolve import Resolved, resolve, set_aside
 from paceline.plans import Plan
 from paceline.runtime import folder
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 Follow = Callable[["RankContext", Path], "Observer"]
 
 
+@unbroken()
 def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = None,
           on: str | None = None, procs: int | None = None, memory: str | None = None, steps: int | None = None,
           save_every: int | None = None, keep: int | None = None, trace: int = 0, run: str | Path | None = None,
