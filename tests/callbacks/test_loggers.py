@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +137,80 @@ def test_a_server_that_does_not_answer_is_said_before_the_run(tmp_path: Path, mo
         with pytest.raises(UsageError, match="no server answers"):
             pl.train(job(), "single", run=tmp_path / "run", log="mlflow")
     assert not (tmp_path / "run").exists()
+
+
+class Tracking(http.server.ThreadingHTTPServer):
+    """What MLflow's client needs of a tracking server."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.state = "well"
+        self.ends = threading.Event()
+        super().__init__(("127.0.0.1", 0), Answer)
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    server: Tracking
+
+    def do_GET(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        if self.server.state == "silent":
+            self.server.ends.wait(60)
+        if self.server.state != "well":
+            self.send_error(503)
+            return
+        self.server.steps += [metric["step"] for metric in body.get("metrics", ()) if metric["key"] == "loss"]
+        answer = json.dumps({"experiment": {"experiment_id": "1", "name": "paceline"},
+                             "run": {"info": {"run_id": "r", "artifact_uri": "mlflow-artifacts:/1/r"}}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_POST = do_GET
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("state", ["silent", "failing", "gone"])
+def test_a_server_that_dies_ends_no_run(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                        capfd: pytest.CaptureFixture[str]):
+    """MLflow's client would try for four minutes a call. Figures wait for a server that comes back."""
+    needed("mlflow")
+    monkeypatch.setattr("paceline.callbacks.loggers.mlflow.ANSWER_S", 1.0)
+    for name in ("TIMEOUT", "MAX_RETRIES"):
+        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", "")  # so that what the run sets is taken back
+        monkeypatch.delenv(f"MLFLOW_HTTP_REQUEST_{name}")
+    server = Tracking()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    class Dies(pl.Callback):
+        def on_evaluation(self, run: pl.RunHandle, evaluation: pl.EvaluationReport) -> None:
+            if evaluation.step == 3:
+                server.state = state
+                if state == "gone":
+                    server.shutdown()
+                    server.server_close()
+            if evaluation.step == 12 and state == "failing":
+                server.state = "well"
+
+    log = f"mlflow:http://127.0.0.1:{server.server_port}"
+    began_s = time.monotonic()
+    try:
+        result = pl.train(replace(job(), callbacks=[Shows(), Dies()]), "single", run=tmp_path / "run", log=log)
+    finally:
+        server.ends.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert result["steps"] == 12 and time.monotonic() - began_s < 60
+    errors = capfd.readouterr().err
+    assert "warning: --log mlflow: the image picture of step 3 is lost: " in errors
+    assert ("figures and the status finished are lost" in errors) == (state != "failing")
+    if state == "failing":
+        assert server.steps == list(range(1, 13))
 
 
 @pytest.mark.parametrize("name", ["acc@1", "f1 (macro)", "top5%", "val/acc", "a//b", "../x", "/abs", "é", "x" * 300, "",

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import http.client
+import math
 import os
 import posixpath
 import re
 import ssl
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.callbacks.handle import RunHandle
 from paceline.callbacks.images import Image
 from paceline.callbacks.loggers.logger import Logger, Status
-from paceline.errors import UsageError
+from paceline.errors import UsageError, printable
 
 _BATCH = 500  # metrics sent at a time; the server takes 1000
-_KEPT_S = 5.0  # that a metric is kept back at most, while steps come in
+_KEPT_S = 5.0  # that a metric is kept back at most, while steps come in and the server answers
+_LOST_S = 60.0  # for which a server that does not answer is left alone
 ANSWER_S = 10.0  # in which a server says anything; MLflow's client tries for minutes
 _LONGEST_NAME = 250
 
@@ -31,6 +34,7 @@ class MLflow(Logger):
     """
 
     kind = "mlflow"
+    lost_s = -math.inf  # when the server did not answer
 
     def check(self) -> None:
         """
@@ -57,6 +61,8 @@ class MLflow(Logger):
         self.client: Any = MlflowClient(tracking_uri=self.where)
         self.kept: list[Any] = []
         self.sent_s = time.monotonic()
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{ANSWER_S:.0f}")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         if self.run_id is not None:
             self.client.update_run(self.run_id, status="RUNNING")
             return
@@ -72,11 +78,12 @@ class MLflow(Logger):
 
         now_ms = int(1000 * time.time())
         self.kept += [Metric(_name(name), float(value), now_ms, step) for name, value in figures.items()]
-        if len(self.kept) >= _BATCH or time.monotonic() - self.sent_s > _KEPT_S:
+        if time.monotonic() - self.sent_s > _KEPT_S:
             self.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
-        self.client.log_text(self.run_id, text, f"{_name(name)}/step-{step}.txt")
+        self._send(f"the text {name} of step {step} is lost",
+                   lambda: self.client.log_text(self.run_id, text, f"{_name(name)}/step-{step}.txt"))
 
     def image(self, step: int, name: str, image: Image) -> None:
         import tempfile
@@ -85,17 +92,42 @@ class MLflow(Logger):
         with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
             path = Path(folder) / f"step-{step}.png"
             path.write_bytes(image.data)
-            self.client.log_artifact(self.run_id, str(path), _name(name))
+            self._send(f"the image {name} of step {step} is lost",
+                       lambda: self.client.log_artifact(self.run_id, str(path), _name(name)))
 
     def flush(self) -> None:
-        while self.kept:
-            self.client.log_batch(self.run_id, metrics=self.kept[:_BATCH])
+        while self.kept and not self._is_lost() and self._send(
+                f"{len(self.kept)} figures are kept for later",
+                lambda: self.client.log_batch(self.run_id, metrics=self.kept[:_BATCH])):
             self.kept = self.kept[_BATCH:]
         self.sent_s = time.monotonic()
 
     def finish(self, status: Status) -> None:
-        self.client.set_terminated(self.run_id, status={"finished": "FINISHED", "failed": "FAILED",
-                                                        "interrupted": "KILLED"}[status])
+        self.lost_s = -math.inf
+        self.flush()
+        lost = f"{len(self.kept)} figures and the status {status} are lost"
+        self._send(lost, lambda: self.client.set_terminated(self.run_id, status={
+            "finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[status]))
+
+    def _is_lost(self) -> bool:
+        return time.monotonic() - self.lost_s < _LOST_S
+
+    def _send(self, otherwise: str, act: Callable[[], Any]) -> bool:
+        """Whether the server took it. One that does not ends no run, and is tried again after a while.
+
+        otherwise: what follows if it did not, which is said.
+        """
+        from mlflow.exceptions import MlflowException
+
+        reason = "it gave no answer before"
+        if not self._is_lost():
+            try:
+                act()
+                return True
+            except (MlflowException, OSError) as error:
+                self.lost_s, reason = time.monotonic(), str(error)
+        print(printable(f"warning: --log mlflow: {otherwise}: {reason}"), file=sys.stderr, flush=True)
+        return False
 
 
 def _name(name: str) -> str:
