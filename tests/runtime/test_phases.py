@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -335,3 +336,27 @@ def test_patterns_are_read_in_every_form() -> None:
     assert patterns("a").values == (("a",),)
     assert patterns(("a", "b")).values == (("a", "b"),)
     assert patterns(pl.by_epoch({0: "a", 2: ["b"]})).values == (("a",), ("b",))
+
+
+@pytest.mark.parametrize("plan", ["single", "data=2", "pipeline=2"])
+def test_a_parameter_that_thaws_without_freeze_is_named(plan: str, tmp_path: Path):
+    """The optimizer does not have it, so it would stay as it is, silently. What the job freezes may need gradients."""
+    built: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        built[:] = [nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))]
+        built[0][0].requires_grad_(False)
+        return built[0]
+
+    def thaw(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        layer = built[0][0]
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(bool(layer.requires_grad_(step == 2))))
+
+    job = pl.Job(model=build, data=(torch.ones(8, 2), torch.ones(8, 1)), loss=nn.functional.mse_loss, batch=4, steps=4,
+                 optimizer=lambda named: torch.optim.SGD(named, lr=0.1), lr_schedule=thaw)
+    seen = r"requires_grad_\(True\) of '0\.weight' and others after .* seen in step 3: "
+    with pytest.raises(RankFailed, match=seen) as by:
+        pl.train(job, plan, run=tmp_path / "run")
+    assert "Job(freeze=pl.by_step({0: '0.weight', 2: ()}))" in str(by.value)
+    if plan == "single":
+        pl.train(replace(job, freeze="0"), plan, run=tmp_path / "frozen")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -70,6 +70,22 @@ class Freezing:
         for name in self.at(step, epoch):
             if name in parameters:
                 parameters[name].grad = None
+
+    def refuse_thawed(self, parameters: Mapping[str, torch.nn.Parameter], trained: Collection[str],
+                      step: int) -> None:
+        """
+        Args:
+            parameters: Of this rank. trained: those that the optimizer was built from, and no others.
+
+        Raises:
+            JobError: another one has come to need a gradient, and would silently stay as it is.
+        """
+        if thawed := [name for name, p in parameters.items() if p.requires_grad and name not in trained
+                      and name not in self.phases.values[-1]]:
+            raise JobError(f"requires_grad_(True) of '{thawed[0]}'{' and others' * (len(thawed) > 1)} after the run "
+                           f"began, seen in step {step + 1}: the optimizer has only what needed a gradient then",
+                           hint="let the model be built with requires_grad, and say when a parameter is trained: "
+                                f"Job(freeze=pl.by_step({{0: '{thawed[0]}', {step}: ()}}))")
 
     def refuse_kept(self, kept: Iterable[StateTensor]) -> None:
         """

@@ -442,6 +442,7 @@ class Stepper:
         work = WindowWork(self, window, batches, step, part, beat, tell)
         with blaming(self.job, self.part, window, batches, lambda: work.latest):
             self.layout.run(work.batches, work)
+        self.freezing.refuse_thawed(self.local_parameters, self.parameters, step)
         work.drop_rows_of_stand_in()
         unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
         used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}
