@@ -144,6 +144,74 @@ def test_what_parts_do_not_add_up_to_is_refused(metric: Any, tmp_path: Path) -> 
                        loss=lambda output, target: F.cross_entropy(output["logits"], target)), "single", tmp_path / "b")
 
 
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("plan", [*PLANS, "data=8", "shard=2 accumulate=2", "place=auto parts=2",
+                                  "tensor=2 pipeline=2 microbatches=2", "data=2 local=2"])
+def test_a_refusal_comes_before_the_first_step(plan: str, tmp_path: Path) -> None:
+    """Also where each rank evaluates single samples; a metric of all samples is not called with a few."""
+    with pytest.raises(paceline.PacelineError, match=r"metric 'm' is no mean over samples"):
+        train(make_job({**MEANS, **WHOLES, "many": paceline.whole(of_all), "m": perplexity}), plan, tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert train(make_job({**MEANS, "many": paceline.whole(of_all)}), plan, tmp_path / "b").metrics["many"] == 31
+
+
+def of_all(output: Tensor, target: Tensor) -> int:
+    if len(target) != len(Y):
+        raise ValueError("classes are missing")
+    return len(output)
+
+
+@pytest.mark.parametrize("plan", ["single", "data=2", "shard=2", "pipeline=2 microbatches=2",
+                                  "server=1 workers=2", "server=2 workers=2 colocate=yes"])
+def test_a_later_refusal_leaves_a_checkpoint(plan: str, tmp_path: Path) -> None:
+    """Of the last step, from which a run with the right metric goes on."""
+    def late(output: Tensor, target: Tensor) -> Tensor:
+        return output.mean() ** (2 if (target == 2).any() else 1)
+
+    validation = TensorDataset(X, torch.arange(31) // 25 * 2)
+    with pytest.raises(paceline.PacelineError, match=r"metric 'm' is no mean over samples"):
+        train(make_job({"m": late}, validation=validation), plan, tmp_path)
+    assert (tmp_path / "checkpoints" / "step-2").exists()
+    job = make_job({"m": paceline.whole(late)}, validation=validation)
+    result = paceline.train(job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=tmp_path,
+                            resume=True)
+    assert result.metrics["m"] == pytest.approx(float(result.model()(X.double()).mean().detach() ** 2))
+
+
+def test_what_is_no_number_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Not after an epoch."""
+    with pytest.raises(paceline.PacelineError, match=r"metric 'm' "):
+        train(make_job({"m": lambda output, target: output}), "single", tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+class Starting(nn.Module):
+    """Makes in training what it reads in evaluation, and counts its evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.evaluations = nn.Linear(6, 3), 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.bias = 1.0
+            return self.layer(x)
+        self.evaluations += 1
+        self.seen += 1
+        return self.layer(x) * self.bias * self.evaluations
+
+
+@pytest.mark.parametrize("plan", ["single", "shard=2"])
+def test_looking_at_metrics_leaves_no_trace(plan: str, tmp_path: Path) -> None:
+    """Nor does it need what training makes."""
+    losses = []
+    for name, metrics in (("with", {"accuracy": accuracy, "batchwise": Batchwise()}), ("without", {})):
+        result = train(make_job(metrics, model=Starting, validation=TensorDataset(X[:8], Y[:8])), plan, tmp_path / name)
+        losses.append((result.metrics["validation_loss"], float(result.model().seen)))
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2", "data=3 accumulate=2"])
 def test_outputs_may_be_mappings_and_samples_few(plan: str, tmp_path: Path) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from contextlib import ExitStack
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Subset
 
-from paceline.errors import TrainingError, UsageError, nearest
+from paceline.capture.state import StateSnapshot, function_kept
+from paceline.errors import JobError, PacelineError, TrainingError, UsageError, nearest
 from paceline.job import Job
 from paceline.job.metrics import OfAllSamples
 from paceline.job.phases import FIGURES
 from paceline.runtime.feed import DataShard, MicroBatch, evaluation_feed
 from paceline.runtime.loss import read_tally
-from paceline.runtime.metrics import AllSamples, refuse_no_mean
+from paceline.runtime.metrics import AllSamples, copied, no_mean
 from paceline.runtime.named_parts import ModelPart
 from paceline.runtime.prepare import autocast
 from paceline.runtime.stage_outputs import from_last_stage
@@ -24,6 +27,8 @@ from paceline.runtime.step_draws import MakesOn
 from paceline.runtime.streams import kept_streams
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
+
+_FEW = 4  # samples at least, in which a metric is looked at before the first step
 
 
 def evaluate_step(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: Job, data: Any, *, part: DataShard,
@@ -99,15 +104,44 @@ class _Validation:
 
 
 def evaluate(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard, mesh: Mesh,
-             device: torch.device, beat: Callable[[str], None] = lambda phase: None) -> dict[str, float]:
-    """The loss (as "loss") and every metric of the job on the data. Collective over all ranks.
+             device: torch.device, beat: Callable[[str], None] = lambda phase: None
+             ) -> tuple[dict[str, float], JobError | None]:
+    """The loss (as "loss") and every metric of the job on the data, and why this rank refuses one, if it does, to be
+    raised when no rank waits for it. Collective over all ranks.
 
     model: what the layout runs, to be put into evaluation mode meanwhile.
     """
-    sums = evaluation_sums(model, layout, job, data, part=part, mesh=mesh, device=device, beat=beat)
+    sums, refused = evaluation_sums(model, layout, job, data, part=part, mesh=mesh, device=device, beat=beat)
     if mesh.world_size > 1:
         dist.all_reduce(sums)
-    return quotients(["loss", *job.metrics], sums)
+    return quotients(["loss", *job.metrics], sums), refused
+
+
+def refuse_before_training(model: torch.nn.Module, layout: Layout, job: Job, *, part: DataShard, mesh: Mesh,
+                           device: torch.device) -> None:
+    """Evaluate a few samples, the same in all replicas, to refuse a metric before the first step. What the model, the
+    loss and the metrics keep is left as it was, and errors of their own are left to the run's evaluation. Collective.
+
+    Raises:
+        JobError: a metric is no mean over samples. TrainingError: it gives no number.
+    """
+    metrics = {name: copied(f) for name, f in job.metrics.items() if not isinstance(f, OfAllSamples)}
+    few = min(len(job.validation), job.batch, max(_FEW, job.batch // (len(part.shares) * part.num_microbatches)))
+    snapshot, refused = StateSnapshot(model), None
+    with ExitStack() as kept:
+        kept.callback(model.train, model.training)
+        kept.callback(snapshot.restore)
+        for function in (job.criterion, *metrics.values()):
+            kept.enter_context(function_kept(function, model))
+        try:
+            _, refused = evaluation_sums(
+                model, layout, replace(job, metrics=metrics), Subset(job.validation, range(few)),
+                part=DataShard((1,), 0, 1), mesh=mesh, device=device)
+        except Exception as error:  # training may make what the model or a metric reads
+            if isinstance(error, PacelineError) or not layout.has_output:  # later stages would wait
+                raise
+    if refused is not None:
+        raise refused
 
 
 def quotients(names: Iterable[str], sums: torch.Tensor) -> dict[str, float]:
@@ -116,11 +150,13 @@ def quotients(names: Iterable[str], sums: torch.Tensor) -> dict[str, float]:
 
 
 def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard, mesh: Mesh,
-                    device: torch.device, beat: Callable[[str], None] = lambda phase: None) -> torch.Tensor:
-    """Sum and count of the loss and of every metric over this rank's part of the data, float64 (functions, 2)."""
+                    device: torch.device, beat: Callable[[str], None] = lambda phase: None
+                    ) -> tuple[torch.Tensor, JobError | None]:
+    """Sum and count of the loss and of every metric over this rank's part of the data, float64 (functions, 2), and why
+    a metric is refused, if one is."""
     functions = {"the loss": job.criterion, **{f"metric '{name}'": f for name, f in job.metrics.items()}}
     wholes = {row: f for row, f in enumerate(functions.values()) if isinstance(f, OfAllSamples)}
-    every, number = AllSamples(part, mesh, device), 0
+    every, number, refused = AllSamples(part, mesh, device), 0, None
     sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
@@ -141,7 +177,7 @@ def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any,
                     if row in wholes:
                         continue
                     if row and batch.samples > 1 and not number & (number - 1):  # after 1, 2, 4, 8, ... micro-batches
-                        refuse_no_mean(name, function, output, moved.target, batch.samples, model)
+                        refused = refused or no_mean(name, function, output, moved.target, batch.samples, model)
                     tally = read_tally(function(output, moved.target), samples=batch.samples or 1, name=name)
                     if batch.samples:
                         sums[row] += torch.stack([
@@ -154,7 +190,7 @@ def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any,
                 if not part.index:
                     sums[row] = torch.tensor([float(tally.total), float(tally.count)], dtype=torch.float64)
     model.train(was_training)
-    return sums
+    return sums, refused
 
 
 def outputs(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard,

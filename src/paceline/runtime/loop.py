@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ from paceline.runtime.copies import Copier, open_newest
 from paceline.runtime.cores import CoreWait
 from paceline.runtime.display import Display, Progress
 from paceline.runtime.documents import metrics_kind, read_lines
-from paceline.runtime.evaluate import evaluate, evaluate_step
+from paceline.runtime.evaluate import evaluate, evaluate_step, refuse_before_training
 from paceline.runtime.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.runtime.folder import CHECKPOINTS, JOURNAL, SPLIT
 from paceline.runtime.journal import Journal
@@ -303,8 +303,8 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     if settings.on_spike is not None:
         stepper.watch(Spikes(settings.on_spike))
     if not settings.is_trial:
-        measured = _measured(context, job, plan, settings, mesh, stepper) if job.models and not (
-            job.validation is None or is_stream(job.validation)) else None
+        measured = None if job.validation is None or is_stream(job.validation) else _measured(
+            context, job, plan, settings, mesh, stepper)
         check_monitored(stepper.schedule, job, measured)
     drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
     run_dir = settings.run_dir
@@ -342,13 +342,17 @@ def _copier(context: RankContext, stepper: Stepper) -> Copier | None:
 
 def _measured(context: RankContext, job: Job, plan: Plan, settings: Settings, mesh: Mesh,
               stepper: Stepper) -> list[str]:
-    """Names of what the job's `validate` gives of a first batch, so that what is wrong with it is known before the
-    first step. Collective."""
-    first = Subset(job.validation, range(min(len(job.validation), job.batch)))
-    figures = evaluate_step(stepper.model, stepper.parts, job, first, part=part_of(plan, mesh, settings.shares),
-                            mesh=mesh, device=context.device)
+    """Names of the job's metrics, or of what its `validate` gives. A first batch is evaluated, so that what is wrong
+    with them is known before the first step. Collective."""
+    options: Any = {"mesh": mesh, "device": context.device, "part": part_of(plan, mesh, settings.shares)}
+    names: Iterable[str] = job.metrics
+    if job.models:
+        first = Subset(job.validation, range(min(len(job.validation), job.batch)))
+        names = evaluate_step(stepper.model, stepper.parts, job, first, **options)
+    elif job.metrics:
+        refuse_before_training(stepper.model, stepper.layout, job, **options)
     end_evaluation(stepper.synchronisers)  # what was gathered may be of weights that a checkpoint replaces
-    return list(figures)
+    return list(names)
 
 
 def _tell(run: _Run) -> None:
@@ -1043,9 +1047,15 @@ def _evaluate(run: _Run) -> None:
     sample_share = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
     with stepper.step_sync.global_weights_in_place(), stepper.evaluating(sample_share, step=run.step):
         options: Any = {"mesh": run.mesh, "device": run.context.device, "part": part, "beat": run.context.beat}
-        figures = (evaluate_step(stepper.model, stepper.parts, run.job, run.job.validation, **options)
-                   if run.job.models else
-                   evaluate(stepper.model, stepper.layout, run.job, run.job.validation, **options))
+        figures, refused = (
+            (evaluate_step(stepper.model, stepper.parts, run.job, run.job.validation, **options), None)
+            if run.job.models else
+            evaluate(stepper.model, stepper.layout, run.job, run.job.validation, **options))
+    if _greatest(run, int(refused is not None)):  # what was trained is not lost with a metric
+        _save(run, last=True)
+        if refused is not None:
+            raise refused
+        _greatest(run, 0)  # which the rank that tells of it ends
     if run.buffers_at_rest is not None:
         run.buffers_at_rest.note(run.step)  # anew: forwards may have written to them
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}

@@ -24,27 +24,28 @@ from paceline.strategies.mesh import Mesh
 _NEAR = 1e-3  # relative; a metric may be rounded to a few digits
 
 
-def refuse_no_mean(name: str, metric: Callable[[Any, Any], Any], output: Any, target: Any, samples: int,
-                   model: nn.Module) -> None:
-    """Refuse a metric whose parts don't come to the whole: of these samples, and of others that have their values in
-    another order, as a model that is not trained yet may answer alike for all. The metric's state is left as it was.
+def no_mean(name: str, metric: Callable[[Any, Any], Any], output: Any, target: Any, samples: int,
+            model: nn.Module) -> JobError | None:
+    """Why a metric is refused whose parts don't come to the whole: of these samples, and of others that have their
+    values in another order, as a model that is not trained yet may answer alike for all. The metric's state is left as
+    it was.
 
-    Raises:
-        JobError: it is neither a mean over samples nor (sum, count), or keeps a state from one call to the next.
+    Returns None if it is a mean over samples or (sum, count), and keeps no state from one call to the next.
     """
     if not all(_has_rows(leaf, samples) for leaf in pytree.tree_leaves((output, target))):
-        return  # nobody can say which part is whose
+        return None  # nobody can say which part is whose
     found: list[tuple[float, float]] = []
     for outputs in (output, map_tensors(_mixed, output)):
         with suppress(Exception), function_kept(metric, model):  # it is the user's, and may refuse such outputs
             found += _by_parts(metric, outputs, target, samples)
     for whole, parted in found:
         if math.isfinite(whole) and not abs(parted - whole) <= _NEAR * max(1.0, abs(whole)):
-            raise JobError(
+            return JobError(
                 f"{name} is no mean over samples: {whole:.6g} of {samples} samples at once, {parted:.6g} as their "
                 "parts give it one after the other; plans cut the data differently, so it would depend on the plan",
                 hint="return (sum, count), which add up over samples, or give pl.whole(metric), which is called once "
                      "with the outputs and targets of all samples; see docs/data.md")
+    return None
 
 
 def _by_parts(metric: Any, output: Any, target: Any, samples: int) -> Iterator[tuple[float, float]]:
@@ -57,14 +58,19 @@ def _by_parts(metric: Any, output: Any, target: Any, samples: int) -> Iterator[t
 
     third = max(1, samples // 3)
     for first in sorted({third, min(samples - 1, third + 1)}):
-        own = metric
-        with suppress(Exception):  # tensors that it adds to would not be put back
-            own = copy.deepcopy(metric)
+        own = copied(metric)
         total, count = tally(range(samples))
         parts = tally(range(first)), tally(range(first, samples))
         counted = parts[0][1] + parts[1][1]
         if count and counted:
             yield total / count, (parts[0][0] + parts[1][0]) / counted
+
+
+def copied(metric: Any) -> Any:
+    """A copy of the metric, as nobody puts back tensors that it adds to; itself if it can't be copied."""
+    with suppress(Exception):
+        return copy.deepcopy(metric)
+    return metric
 
 
 def _mixed(tensor: torch.Tensor) -> torch.Tensor:

@@ -114,8 +114,11 @@ def test(context: RankContext, job: Job, plan: str, devices: TrialDevices, run_d
 
     resolved = devices.resolve(job, plan)
     trained = load_trained(context, job, resolved, run_dir)
-    return evaluate(trained.model, trained.layout, job, job.test, part=trained.part, mesh=trained.mesh,
-                    device=context.device, beat=context.beat)
+    figures, refused = evaluate(trained.model, trained.layout, job, job.test, part=trained.part, mesh=trained.mesh,
+                                device=context.device, beat=context.beat)
+    if refused is not None:
+        raise refused
+    return figures
 
 
 def price(job: Job, plan: str | None, devices: TrialDevices, figures: Sequence[str]) -> dict[str, Any]:

@@ -69,8 +69,11 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
         with repeatable(resolved.plan), float32_products(job, context):
             trained = load_trained(context, job, resolved, Path(run))
             options: Any = {"part": trained.part, "mesh": trained.mesh, "device": context.device, "beat": context.beat}
-            figures = (evaluate_step(trained.model, trained.parts, job, job.validation, **options) if job.models else
-                       evaluate_rank(trained.model, trained.layout, job, job.validation, **options))
+            figures, refused = (
+                (evaluate_step(trained.model, trained.parts, job, job.validation, **options), None) if job.models else
+                evaluate_rank(trained.model, trained.layout, job, job.validation, **options))
+            if refused is not None:
+                raise refused
         return {"plan": str(resolved.plan), "step": trained.checkpoint.step,
                 "samples": trained.checkpoint.document["samples"],
                 "validation_loss": figures.pop("loss"), "metrics": figures}

@@ -124,7 +124,7 @@ def test_a_worker_lost_while_callbacks_hear_of_its_evaluation(coordinator: Coord
 
     coordinator.control = Asks(lose)  # type: ignore[assignment]
     coordinator.evaluation = _Evaluation(1, {0}, {})
-    _hear(coordinator, WORKER, {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "stop": False})
+    _hear(coordinator, WORKER, {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "refused": [], "stop": False})
     assert coordinator.evaluated == {"validation_loss": 1.5}
     assert [worker.orders for worker in coordinator.workers.values()] == [1] * comes_back
 

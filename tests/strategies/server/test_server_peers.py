@@ -42,7 +42,8 @@ GOOD: list[tuple[Role, dict[str, Any]]] = [
     (Role.CONTROL, {"idle": True, "deaths": 0, "measured": ["error"]}), (Role.CONTROL, {"alive": True}),
     (Role.CONTROL, {"told": 1, "loss": 0.5, "count": 3.0, "is_mean": True, "digest": 5}),
     (Role.CONTROL, {"finished": 1, "version": 2, "unused": ["w"], "stop": False}),
-    (Role.CONTROL, {"sums": 1, "names": ["loss", "error"], "values": [[1.0, 2.0], [float("nan"), 1.0]], "stop": False}),
+    (Role.CONTROL, {"sums": 1, "names": ["loss", "error"], "values": [[1.0, 2.0], [float("nan"), 1.0]],
+                    "refused": ["error is no mean"], "stop": False}),
     (Role.CONTROL, {"figures": 3, "values": [0.5, float("inf")]}),
     (Role.CONTROL, {"update": 4, "optimizer": "critic", "unused": ["critic.w"]}),
     (Role.CONTROL, {"left": FIGURES}), (Role.SERVER, {"held": 3, "squares": float("nan")}),
@@ -211,6 +212,7 @@ def _is_closed(connection: Connection) -> bool:
 
 IDLE = {"idle": True, "deaths": 0, "measured": []}
 TOLD = {"told": 0, "loss": 1.0, "count": 8.0, "is_mean": True, "digest": 5}
+SUMS = {"sums": 1, "names": ["loss"], "values": [[1.0, 1.0]], "refused": [], "stop": False}
 FINISHED = {"finished": 0, "version": 0, "unused": [], "stop": False}
 
 
@@ -239,9 +241,9 @@ def _check_dismissed(run: Run, why: str) -> None:
     ([IDLE, TOLD, TOLD], "'told' of update 0"),
     ([IDLE, FINISHED], "'finished' of update 0"),
     ([IDLE, TOLD, {**FINISHED, "version": 99}], "weights of version 99 when there were 0"),
-    ([IDLE, {"sums": 1, "names": ["loss"], "values": [[1.0, 1.0]] * 3, "stop": False}], "it evaluated 3 figures of 1"),
-    ([{"sums": 1, "names": ["loss"], "values": [["a", 1.0]], "stop": False}], "whose 'values' is"),
-    ([IDLE, {"sums": 1, "names": ["other"], "values": [[1.0, 1.0]], "stop": False}], "other where loss are due"),
+    ([IDLE, {**SUMS, "values": [[1.0, 1.0]] * 3}], "it evaluated 3 figures of 1"),
+    ([{**SUMS, "values": [["a", 1.0]]}], "whose 'values' is"),
+    ([IDLE, {**SUMS, "names": ["other"]}], "other where loss are due"),
     ([IDLE, {"figures": 0, "values": [1.0]}], "'figures', which is for steps of a job's own"),
     ([IDLE, {"left": FIGURES}], "it left before the run was over"),
 ])

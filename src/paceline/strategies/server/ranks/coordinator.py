@@ -785,6 +785,11 @@ class Coordinator(Server):
         evaluation = self.evaluation
         if evaluation is None or message["sums"] != evaluation.number or worker not in evaluation.awaited:
             return
+        if message["refused"]:
+            self._save(last=True)  # what was trained is not lost with a metric
+            if self.writer is not None:
+                self.writer.wait()
+            raise JobError(message["refused"][0])
         evaluation.awaited.discard(worker)
         for name, value in zip(message["names"], message["values"], strict=True):
             evaluation.sums[name] = torch.tensor(value, dtype=torch.float64) + evaluation.sums.get(name, 0.0)

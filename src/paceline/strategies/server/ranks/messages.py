@@ -36,7 +36,7 @@ _SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
         "alive": {"alive": _True},
         "told": {"told": _Count, "loss": _Finite, "count": float, "is_mean": bool, "digest": _Count},
         "finished": {"finished": _Count, "version": _Count, "unused": list[str], "stop": bool},
-        "sums": {"sums": _Count, "names": list[str], "values": list[_Pair], "stop": bool},
+        "sums": {"sums": _Count, "names": list[str], "values": list[_Pair], "refused": list[str], "stop": bool},
         "figures": {"figures": _Count, "values": list[float]},
         "update": {"update": _Count, "optimizer": str, "unused": list[str]},
         "left": {"left": _WorkerLeft},

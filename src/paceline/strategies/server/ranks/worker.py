@@ -20,8 +20,8 @@ from paceline.launch.logs import logger
 from paceline.runtime.checkpoint.read import open_checkpoint
 from paceline.runtime.copies import open_copy
 from paceline.runtime.cores import CoreWait
-from paceline.runtime.evaluate import evaluation_sums, step_sums
-from paceline.runtime.feed import DataShard, MicroBatch, training_feed
+from paceline.runtime.evaluate import evaluation_sums, refuse_before_training, step_sums
+from paceline.runtime.feed import DataShard, MicroBatch, is_stream, training_feed
 from paceline.runtime.folder import CHECKPOINTS
 from paceline.runtime.follow import followed
 from paceline.runtime.loss import Tally
@@ -307,27 +307,34 @@ class Worker:
             self.arrivals.settle()
             self._follow_schedule(self.turns.steps(order["version"]))
         part = DataShard((1,) * order["of"], order["part"], self.plan.num_microbatches)
-        sums = self._sums_over(self.job.validation, part)
-        return {"sums": order["evaluate"], "names": list(sums), "values": [row.tolist() for row in sums.values()]}
+        sums, refused = self._sums_over(self.job.validation, part)
+        return {"sums": order["evaluate"], "names": list(sums), "values": [row.tolist() for row in sums.values()],
+                "refused": [] if refused is None else [str(refused)]}
 
-    def _sums_over(self, data: Any, part: DataShard) -> dict[str, torch.Tensor]:
-        """Sum and count of the loss and of every other figure of an evaluation, over a part of the data."""
+    def _sums_over(self, data: Any, part: DataShard) -> tuple[dict[str, torch.Tensor], JobError | None]:
+        """Sum and count of the loss and of every other figure of an evaluation, over a part of the data, and why a
+        metric is refused, if one is."""
         stepper, job = self.stepper, self.job
         if job.models:
             return step_sums(stepper.model, stepper.parts, job, data, part=part, mesh=stepper.mesh,
-                             device=self.context.device, beat=self.context.beat)
-        sums = evaluation_sums(stepper.model, stepper.layout, job, data, part=part, mesh=stepper.mesh,
-                               device=self.context.device, beat=self.context.beat)
-        return dict(zip(["loss", *job.metrics], sums, strict=True))
+                             device=self.context.device, beat=self.context.beat), None
+        sums, refused = evaluation_sums(stepper.model, stepper.layout, job, data, part=part, mesh=stepper.mesh,
+                                        device=self.context.device, beat=self.context.beat)
+        return dict(zip(["loss", *job.metrics], sums, strict=True)), refused
 
     def _measured(self) -> list[str]:
         """Names of what a job's `validate` gives of a first batch, so that what is wrong with it is known before the
-        first step; of other jobs it is known which they are."""
+        first step; of other jobs it is known which they are, and what is wrong with metrics is looked for."""
         data = self.job.validation
-        if not self.job.models or data is None or self.settings.is_trial:
+        if data is None or is_stream(data) or self.settings.is_trial:
+            return []
+        if not self.job.models:
+            if self.job.metrics:
+                refuse_before_training(self.stepper.model, self.stepper.layout, self.job, part=self.stepper.part,
+                                       mesh=self.stepper.mesh, device=self.context.device)
             return []
         first = Subset(data, range(min(len(data), self.job.batch)))
-        return list(self._sums_over(first, self.stepper.part))
+        return list(self._sums_over(first, self.stepper.part)[0])
 
     def _unserved(self) -> dict[str, torch.Tensor]:
         """What nothing may change of a model, by name: buffers and frozen parameters, but those that follow others."""
