@@ -161,6 +161,7 @@ def of_all(output: Tensor, target: Tensor) -> int:
     return len(output)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", ["single", "data=2", "shard=2", "pipeline=2 microbatches=2",
                                   "server=1 workers=2", "server=2 workers=2 colocate=yes"])
 def test_a_later_refusal_leaves_a_checkpoint(plan: str, tmp_path: Path) -> None:
