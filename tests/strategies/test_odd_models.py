@@ -185,6 +185,24 @@ class Mapped(odd.Block):
         return x + torch.func.vmap(lambda row: torch.tanh(self.l(row)))(x)
 
 
+class Chooses(nn.Module):
+    """Reads a value of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) * (2 if x[0, 0] > 0 else 3)
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2"])
+def test_a_value_that_a_forward_reads_is_named_by_its_line(plan: str, tmp_path: Path) -> None:
+    message = odd.refusal(odd.job_of(Chooses), plan, tmp_path / "refused")
+    assert "it reads values of a tensor in `return self.l(x) * (2 if x[0, 0] > 0 else 3)`" in message
+    assert "test_odd_models.py:" in message and "data=N and shard=N plans run it as it is" in message
+
+
 def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))  # type: ignore[no-any-return]
 

@@ -8,6 +8,7 @@ modules, and the same names in every capture.
 from __future__ import annotations
 
 import io
+import linecache
 import logging
 import operator
 import re
@@ -216,8 +217,11 @@ def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
     line, _ = user_frames(error)
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     reason = first if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first}"
-    if "its data is not allocated yet" in first:  # torch's own code asked a tensor without values for them
-        reason = "it reads values of a tensor, as pack_padded_sequence does of lengths"
+    # What torch says of a tensor without values that is asked for them.
+    if any(words in first for words in ("its data is not allocated yet", "data-dependent", ".numpy() is not")):
+        path, _, number = (line or "").rpartition(":")
+        read = linecache.getline(path, int(number or 0)).strip()
+        reason = f"it reads values of a tensor{f' in `{read}`' * bool(read)}, as pack_padded_sequence does of lengths"
     if "a fake tensor in the exported program constant" in first:
         reason = "it uses a tensor that can't be recorded, such as a parameter's .data"
     if isinstance(error, TakesGradients):
