@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.launch.faults import ON_ONE_HOST, Fault, Kind, draw
+from paceline.launch.process.faults import ON_ONE_HOST, Fault, Kind, draw
 
 PLANS = ("single", "data=2", "shard=2", "pipeline=2", "tensor=2", "place=auto parts=2", "data=2 local=3",
          "server=1 workers=2", "server=1 workers=2 staleness=2", "data=2 shard=2")

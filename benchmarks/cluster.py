@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.lab.hosts import Host, NoLab, hosts
 from benchmarks.lab.paced import PERIOD, Pace
 from benchmarks.turns import ROOT, paceline
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 
 PORT = 29500
 SAMPLES = 8  # a host computes in a step

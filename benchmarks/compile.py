@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 import paceline as pl
 from benchmarks.turns import ratio, run_command, warn_if_busy
 from benchmarks.workload import EXAMPLE
-from paceline.planner.gain import Gain
+from paceline.planner.break_even import Gain
 
 WARM_UP_PAIRS = 3
 PLANS = ("single", "single compile=blocks")
@@ -57,8 +57,8 @@ class Figures:
 
 
 def the_job(form: str, batch: int) -> pl.Job:
-    from paceline.models.decoder import Decoder
-    from paceline.sizes import DecoderSize
+    from paceline.cluster.sizes import DecoderSize
+    from paceline.model.reference.decoder import Decoder
 
     job = pl.load(str(EXAMPLE), {"batch": batch})
     if form == "gpt":
@@ -77,10 +77,10 @@ def measured(job: pl.Job, pairs: int) -> Figures:
     """Steps in turns; the gain is the median of pairs."""
     import torch
 
-    from paceline.launch.heap import set_up_heap
-    from paceline.plans import Plan
+    from paceline.launch.process.malloc import set_up_heap
     from paceline.strategies.compile import run as compile_blocks
     from paceline.strategies.mesh import Mesh
+    from paceline.strategies.plan import Plan
 
     set_up_heap(keep=True)
     model = job.model()
@@ -110,13 +110,13 @@ def measured(job: pl.Job, pairs: int) -> Figures:
 
 def predicted(job: pl.Job, *, calibrating: bool) -> Figures:
     """What the planner says of one device with one thread."""
-    from paceline.cluster import Cluster
+    from paceline.api.calibration import calibrate
+    from paceline.cluster.cluster import Cluster
+    from paceline.model.cost import profile_job
     from paceline.planner.corrections import Corrections
     from paceline.planner.estimate import estimate
-    from paceline.planner.rank import predicted_gain
-    from paceline.plans import Plan
-    from paceline.profile import profile_job
-    from paceline.verbs.calibration import calibrate
+    from paceline.planner.search import predicted_gain
+    from paceline.strategies.plan import Plan
 
     profile, cluster, known = profile_job(job), Cluster.local("cpu:0"), Corrections()
     plans = [Plan.parse(text) for text in PLANS]

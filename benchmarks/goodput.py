@@ -42,8 +42,8 @@ import psutil
 from benchmarks.contenders.goodput.run import IN_MEMORY
 from benchmarks.recovery import JOB, ranks_of
 from benchmarks.turns import ROOT, ContenderFailed, warn_if_busy
-from paceline.runtime import folder
-from paceline.runtime.journal import Launch, read
+from paceline.runs import folder
+from paceline.runs.journal import Launch, read
 
 WAYS = ("copies", "checkpoint", "resume")
 SAVE_EVERY = 100  # steps

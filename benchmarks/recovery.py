@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from benchmarks.turns import ROOT, ContenderFailed, Record, document, measure, paceline, torchrun, warn_if_busy
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 
 JOB = ROOT / "benchmarks" / "contenders" / "recovery" / "blocks.py"
 PLANS = ("single", "data=2", "shard=2", "pipeline=2 microbatches=4", "tensor=2", "data=2 local=4", "server=1 workers=2",

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.launch.namespaces import NetworkHost
+from paceline.launch.hosts.namespaces import NetworkHost
 
 
 class Command:

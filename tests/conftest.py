@@ -21,15 +21,15 @@ from hypothesis import settings
 from later import needed
 from preloaded import OF_FORKS, capture_once, use_huge_pages
 
-from paceline.cluster import Cluster
-from paceline.errors import PacelineError
-from paceline.launch import aside
-from paceline.launch.fork import start_autograd_without_gpus
-from paceline.launch.heartbeats import HeartbeatTable
-from paceline.launch.imports import load_modules
-from paceline.launch.local import run_local
-from paceline.runtime.checkpoint import write_json
-from paceline.verbs import checks, prediction
+from paceline.api import checks, prediction
+from paceline.base.errors import PacelineError
+from paceline.base.imports import load_modules
+from paceline.checkpoint import write_json
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.gpu_use import start_autograd_without_gpus
+from paceline.launch.local.ranks import run_local
+from paceline.launch.process import background as aside
+from paceline.launch.process.heartbeats import HeartbeatTable
 
 load_modules(OF_FORKS)
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
@@ -49,16 +49,16 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 # Files that take long, or are among the last: they begin first, as one that began last would run alone at the end.
 _LONGEST = (
-    "devices/test_pretended_cuda.py", "verify/test_split.py", "strategies/test_tensor_split.py",
-    "study/test_search_on_ray.py", "study/test_search.py", "profile/test_blocks.py", "verify/test_certificates.py",
-    "verify/test_own_steps.py", "verbs/test_first_update_check.py", "runtime/optimizers/test_closures.py",
+    "devices/test_pretended_cuda.py", "proof/test_split.py", "strategies/test_tensor_split.py",
+    "searches/test_search_on_ray.py", "searches/test_search.py", "model/cost/test_blocks.py", "proof/test_certificates.py",
+    "proof/test_own_steps.py", "api/test_first_update_check.py", "training/optimizers/test_closures.py",
     "strategies/test_sparse_gradients.py", "devices/test_shared_gpu.py", "devices/test_keras_on_gpus.py",
-    "devices/test_verify_on_gpus.py", "verify/test_servers.py", "corpus/test_corpus.py", "launch/test_local.py",
-    "test_live_state.py", "test_failures.py", "test_transformers_trainer.py", "test_planning.py",
-    "launch/test_liveness.py", "runtime/test_phases.py", "runtime/test_spikes.py", "devices/test_message_order.py",
-    "launch/test_watch.py", "callbacks/test_control.py", "planner/test_remedies.py", "keras/test_keras_fit.py",
-    "verify/test_servers_killed.py", "verify/test_what_is_no_error.py", "verify/test_parity.py", "test_examples.py",
-    "verify/test_random_streams.py", "test_resume.py", "verbs/test_rehearsal.py")
+    "devices/test_verify_on_gpus.py", "proof/test_servers.py", "corpus/test_corpus.py", "launch/local/test_local.py",
+    "training/parts/test_live_state.py", "api/test_failures.py", "transformers/test_transformers_trainer.py", "api/test_planning.py",
+    "launch/hosts/test_liveness.py", "job/test_phases.py", "training/parts/test_spikes.py", "devices/test_message_order.py",
+    "launch/process/test_watch.py", "callbacks/test_control.py", "planner/test_remedies.py", "keras/test_keras_fit.py",
+    "proof/test_servers_killed.py", "proof/test_what_is_no_error.py", "proof/test_parity.py", "house/test_examples.py",
+    "proof/test_random_streams.py", "training/test_resume.py", "api/test_rehearsal.py")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -146,7 +146,7 @@ def marked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def undrawn_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches draw no figures, which take longer than their trials, but in tests that are marked for it."""
     if not request.node.get_closest_marker("drawn_searches"):
-        monkeypatch.setattr("paceline.study.report.draw", lambda study, objectives, run_dir: [])
+        monkeypatch.setattr("paceline.searches.report.draw", lambda study, objectives, run_dir: [])
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.verbs.verify import _certify
+from paceline.api.verify import _certify
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -26,5 +26,5 @@ def verified(job: paceline.Job, planted: Sequence[tuple[str, Plant]], **options:
             return _certify(*given, number=number, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.verbs.verify._certify", certified)
+        patch.setattr("paceline.api.verify._certify", certified)
         return paceline.verify(job, [plan for plan, _ in planted], **{"steps": 2, "resume": "no", **options})

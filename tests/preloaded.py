@@ -6,12 +6,12 @@ import ctypes
 import importlib.util
 from pathlib import Path
 
-from paceline.launch.imports import OF_RUNS
+from paceline.base.imports import OF_RUNS
 
 OF_FORKS = (
     *OF_RUNS, "torch.distributed.fsdp", "torch.distributed.tensor", "torch.export._trace",
-    "numpy.ctypeslib", "encodings.idna", "paceline.profile.trace", "paceline.strategies.shard.gathers",
-    "paceline.strategies.recompute.attention", "paceline.strategies.server.ranks.train",
+    "numpy.ctypeslib", "encodings.idna", "paceline.model.cost.trace", "paceline.strategies.shard.gathers",
+    "paceline.model.attention", "paceline.servers.train",
     *filter(importlib.util.find_spec, ("torch.profiler._cupti_monitor",)))  # not in torch 2.11
 
 _HUGE_BYTES = 2 << 20
@@ -23,7 +23,7 @@ def capture_once() -> None:
     first one."""
     import torch
 
-    from paceline.capture.graph import capture
+    from paceline.model.graph import capture
 
     with torch.random.fork_rng():
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.LayerNorm(2)).double()

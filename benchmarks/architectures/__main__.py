@@ -69,7 +69,7 @@ def best_nets(table: dict[Net, list[float]]) -> set[Net]:
 
 def samplers() -> dict[str, Callable[[int], Any]]:
     """By a seed: those of `paceline search` as they are."""
-    from paceline.study.samplers import make_sampler
+    from paceline.searches.samplers import make_sampler
 
     return {name: (lambda seed, name=name: make_sampler(name, num_objectives=1, seed=seed))
              for name in ("random", "tpe", "evolution")}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.turns import ROOT
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 
 PYTHON = (sys.executable,)
 Given, Made = TypeVar("Given"), TypeVar("Made")

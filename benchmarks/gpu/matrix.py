@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.gpu import command
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 from tests.devices.pretended_cuda.plans import ALIKE, EXACT, FEATURES, MORE_ALIKE, MORE_EXACT, MORE_FEATURES, PLACEMENT
 
 TOLERANCE = 1e-9  # relative to a tensor's largest number; float64 rounds to 1e-16, and sums have some thousand terms

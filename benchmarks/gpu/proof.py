@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import command
-from paceline.errors import PlanRefused
+from paceline.base.errors import PlanRefused
 
 # In float32, where convolutions may use TF32 and attention is a fused kernel, and in bf16.
 JOBS = ("float32", "images in float32", "attention in float32", "half")

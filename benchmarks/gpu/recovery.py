@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu import command
 from benchmarks.gpu.speed import settings_of
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 
 PLANS = ("single", "data=2", "shard=2", "pipeline=2 microbatches=4", "tensor=2")
 # The model's steps take some 10 ms on a GPU of 2023, and its state is 40 MB.

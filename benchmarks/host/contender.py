@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from benchmarks.host.model import BATCH, Tokens, data, loss
-from paceline.runtime.stepper import Stepper
+from paceline.training.stepper import Stepper
 
 RANKS = 2
 _OF_THREAD = 0b110  # what Linux's clock of a thread's CPU time has in its lowest bits (man 2 clock_getres)

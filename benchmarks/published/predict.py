@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.published.rows import Case
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.cluster.software import Software
 from paceline.planner.estimate import Estimate, estimate
-from paceline.software import Software
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from benchmarks.published.predict import Prediction, predict
 from benchmarks.published.rows import Case, read
-from paceline.catalogue import fitted_on, software, software_names
-from paceline.errors import PlanError
-from paceline.software import Software
+from paceline.base.errors import PlanError
+from paceline.cluster.catalogue import fitted_on, software, software_names
+from paceline.cluster.software import Software
 
 # What a program's figures were fitted in; what it does (its kernels, its formats, what it overlaps) is known of it.
 FITTED = ("product_rate", "attention_rate", "convolution_rate", "small_convolution_rate", "memory_rate", "operator_s",

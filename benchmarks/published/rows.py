@@ -15,16 +15,16 @@ from pathlib import Path
 
 from benchmarks.published.nets import NETS
 from benchmarks.published.sources import SOURCES, Source
-from paceline.catalogue import accelerator, software
-from paceline.catalogue import link as known_link
-from paceline.cluster import Cluster, Link, Network, Nodes, described, link_of
-from paceline.errors import PacelineError
+from paceline.base.errors import PacelineError
+from paceline.cluster.catalogue import accelerator, software
+from paceline.cluster.catalogue import link as known_link
+from paceline.cluster.cluster import Cluster, Link, Network, Nodes, described, link_of
+from paceline.cluster.software import Software
 from paceline.job import Precision
-from paceline.models import DecoderSize, Formats, Kernels, decoder_profile
-from paceline.models.convolution import convnet_profile
-from paceline.plans import Plan
-from paceline.profile.profile import Profile
-from paceline.software import Software
+from paceline.model.cost.profile import Profile
+from paceline.model.reference import DecoderSize, Formats, Kernels, decoder_profile
+from paceline.model.reference.convolution import convnet_profile
+from paceline.strategies.plan import Plan
 
 GIB = 2**30
 VOCAB_MULTIPLE = 128  # that all of these programs round the vocabulary up to

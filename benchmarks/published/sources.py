@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.models import DecoderSize
+from paceline.model.reference import DecoderSize
 
 FlopsOf = Callable[[DecoderSize, float, int], float]
 

@@ -32,17 +32,17 @@ from benchmarks.regret.jobs import JOBS
 from benchmarks.regret.pace import Pace
 from benchmarks.turns import warn_if_busy
 from paceline import Job
-from paceline.cluster import usable_cores
-from paceline.errors import PacelineError
-from paceline.launch.failure import RankFailed
-from paceline.launch.local import run_local
-from paceline.planner.rank import Candidate
-from paceline.planner.ranks import devices_of
+from paceline.api.planning import Answer, plan
+from paceline.base.errors import PacelineError
+from paceline.cluster.cluster import usable_cores
+from paceline.launch.local.ranks import run_local
+from paceline.launch.process.failure import RankFailed
+from paceline.planner.rank_kinds import devices_of
 from paceline.planner.resolve import resolve
-from paceline.runtime.drivers import fault_policy, train_rank
-from paceline.runtime.loop import Settings
+from paceline.planner.search import Candidate
 from paceline.strategies.compose import load
-from paceline.verbs.planning import Answer, plan
+from paceline.training.drivers import fault_policy, train_rank
+from paceline.training.loop import Settings
 
 CASES = {**JOBS, **HELD_OUT_JOBS}
 MOST_PLANS = 20  # of a job

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import paceline as pl
-from paceline.models.convnet import ConvNet
-from paceline.models.convolution import ConvNetSize
-from paceline.models.decoder import Decoder
-from paceline.sizes import DecoderSize
+from paceline.cluster.sizes import DecoderSize
+from paceline.model.reference.convnet import ConvNet
+from paceline.model.reference.convolution import ConvNetSize
+from paceline.model.reference.decoder import Decoder
 
 STEPS = 1_000_000  # a run says itself how many it takes
 

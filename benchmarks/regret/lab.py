@@ -16,13 +16,13 @@ from benchmarks.cluster import Failed, Way, run
 from benchmarks.lab.hosts import NoLab, hosts
 from benchmarks.lab.paced import Pace
 from benchmarks.regret.__main__ import JobResult, Measured, table
-from paceline.catalogue import accelerator
-from paceline.cluster import Cluster, Link, Network, Nodes, described
+from paceline.cluster.catalogue import accelerator
+from paceline.cluster.cluster import Cluster, Link, Network, Nodes, described
+from paceline.cluster.software import Software
+from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.planner.estimate import estimate
-from paceline.planner.rank import Candidate, RankedPlans
-from paceline.plans import Plan
-from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
-from paceline.software import Software
+from paceline.planner.search import Candidate, RankedPlans
+from paceline.strategies.plan import Plan
 
 STEP_S, MEGABYTES, LAYERS, SAMPLES, STEPS = 0.5, 12.5, 16, 8, 14
 CARRIED = 0.952  # of a link's rate: what is left beside headers, measured by netcat

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from paceline.cluster import usable_cores
-from paceline.launch.fork import in_a_fork
+from paceline.base.fork import in_a_fork
+from paceline.cluster.cluster import usable_cores
 
 # Of the upper quartile of all paces so far: quiet minutes differ by a tenth. The best pace is no measure: it may last
 # for a second.

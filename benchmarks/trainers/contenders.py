@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.trainers.jobs import BATCH, JOBS, RANKS
 from benchmarks.trainers.one_device import Order, in_sequence
-from paceline.runtime.order import Order as PacelineOrder
+from paceline.job.order import Order as PacelineOrder
 
 AS_DOCUMENTED = ""
 OTHER_JOB = "group_norm"  # a setting that changes the model, and so does not mend the job

@@ -5,69 +5,69 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.callbacks.callback import Callback
+    from paceline.api.audit import audit
+    from paceline.api.inference import evaluate, predict
+    from paceline.api.planning import plan
+    from paceline.api.rehearsal import rehearse
+    from paceline.api.report import compare, report
+    from paceline.api.result import open
+    from paceline.api.scaling import scale
+    from paceline.api.train import train
+    from paceline.api.verify import verify
+    from paceline.base.errors import PacelineError
     from paceline.callbacks.keep_best import KeepBest
     from paceline.callbacks.stopping import EarlyStopping
-    from paceline.choices import choice
-    from paceline.cluster import Cluster, Device
-    from paceline.errors import PacelineError
+    from paceline.cluster.cluster import Cluster, Device
     from paceline.job import Job
+    from paceline.job.callback import Callback
+    from paceline.job.choices import choice
+    from paceline.job.file import load
     from paceline.job.metrics import whole
     from paceline.job.own_step import Optimizer, StepContext, copy_every, ema, frozen
     from paceline.job.phases import by_epoch, by_step, monitored
     from paceline.job.pretrained import weights
     from paceline.job.shards import Shards
-    from paceline.jobfile import load
-    from paceline.plans import Plan
-    from paceline.study.space import Log, Range
-    from paceline.verbs.audit import audit
-    from paceline.verbs.inference import evaluate, predict
-    from paceline.verbs.planning import plan
-    from paceline.verbs.rehearsal import rehearse
-    from paceline.verbs.report import compare, report
-    from paceline.verbs.result import open
-    from paceline.verbs.scaling import scale
-    from paceline.verbs.search import search
-    from paceline.verbs.train import train
-    from paceline.verbs.verify import verify
+    from paceline.searches.search import search
+    from paceline.searches.space import Log, Range
+    from paceline.strategies.plan import Plan
 
 __version__ = "0.2.0"
 
 # Where each public name lives; loaded when first used, so that `import paceline` stays fast.
 _HOMES = {
-    "Callback": "paceline.callbacks.callback",
-    "Cluster": "paceline.cluster",
-    "Device": "paceline.cluster",
+    "Callback": "paceline.job.callback",
+    "Cluster": "paceline.cluster.cluster",
+    "Device": "paceline.cluster.cluster",
     "EarlyStopping": "paceline.callbacks.stopping",
     "Job": "paceline.job",
     "KeepBest": "paceline.callbacks.keep_best",
-    "Log": "paceline.study.space",
+    "Log": "paceline.searches.space",
     "Optimizer": "paceline.job.own_step",
-    "PacelineError": "paceline.errors",
-    "Plan": "paceline.plans",
-    "Range": "paceline.study.space",
+    "PacelineError": "paceline.base.errors",
+    "Plan": "paceline.strategies.plan",
+    "Range": "paceline.searches.space",
     "Shards": "paceline.job.shards",
-    "audit": "paceline.verbs.audit",
+    "audit": "paceline.api.audit",
     "by_epoch": "paceline.job.phases",
     "by_step": "paceline.job.phases",
     "StepContext": "paceline.job.own_step",
-    "choice": "paceline.choices",
-    "compare": "paceline.verbs.report",
+    "choice": "paceline.job.choices",
+    "compare": "paceline.api.report",
     "copy_every": "paceline.job.own_step",
     "ema": "paceline.job.own_step",
-    "evaluate": "paceline.verbs.inference",
+    "evaluate": "paceline.api.inference",
     "frozen": "paceline.job.own_step",
-    "load": "paceline.jobfile",
+    "load": "paceline.job.file",
     "monitored": "paceline.job.phases",
-    "open": "paceline.verbs.result",
-    "plan": "paceline.verbs.planning",
-    "predict": "paceline.verbs.inference",
-    "rehearse": "paceline.verbs.rehearsal",
-    "report": "paceline.verbs.report",
-    "scale": "paceline.verbs.scaling",
-    "search": "paceline.verbs.search",
-    "train": "paceline.verbs.train",
-    "verify": "paceline.verbs.verify",
+    "open": "paceline.api.result",
+    "plan": "paceline.api.planning",
+    "predict": "paceline.api.inference",
+    "rehearse": "paceline.api.rehearsal",
+    "report": "paceline.api.report",
+    "scale": "paceline.api.scaling",
+    "search": "paceline.searches.search",
+    "train": "paceline.api.train",
+    "verify": "paceline.api.verify",
     "weights": "paceline.job.pretrained",
     "whole": "paceline.job.metrics",
 }
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
             return importlib.import_module(f"paceline.{name}")
         value = getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        from paceline.errors import on_windows
+        from paceline.base.errors import on_windows
 
         if (refusal := on_windows(error)) is not None:
             raise refusal from error

@@ -25,15 +25,15 @@ import typer
 from typer.core import TyperCommand
 
 import paceline
-from paceline.document import strict
-from paceline.errors import HostError, PacelineError, UsageError, on_full_disk, on_windows, printable
-from paceline.jobfile import JobFile
-from paceline.launch import environment
-from paceline.launch import hosts as launch_hosts
-from paceline.launch.imports import OF_RUNS, load_modules
-from paceline.launch.logs import unbroken
-from paceline.runtime.folder import fresh_name
-from paceline.verbs.summary_table import card, summary_table, table
+from paceline.api.summary_table import card, summary_table, table
+from paceline.base.document import strict
+from paceline.base.errors import HostError, PacelineError, UsageError, on_full_disk, on_windows, printable
+from paceline.base.imports import OF_RUNS, load_modules
+from paceline.base.logs import unbroken
+from paceline.job.file import JobFile
+from paceline.launch.hosts import environment
+from paceline.launch.hosts import host_process as launch_hosts
+from paceline.runs.folder import fresh_name
 
 
 class _Command(TyperCommand):
@@ -180,7 +180,7 @@ def train(
                             loader_workers=loader_workers, timeout_s=patience, on_spike=on_spike,
                             recheck_every=recheck_every, spares=spares, check=check == "yes", log=log, table=False)
         if place is not None:
-            from paceline.verbs.hosts import train_on_hosts
+            from paceline.api.hosts import train_on_hosts
 
             figures = train_on_hosts(place, plan, run_train, run=run, procs=procs, patience_s=patience,
                                      restarts=restarts)
@@ -277,7 +277,7 @@ def plan_(
         options |= {"relaxed": relaxed, "price_per_hour": price, "mtbf_hours": mtbf_hours}
         _prepare_page(html)
         if hf is not None:
-            from paceline.verbs.fine_tuning import FineTuning
+            from paceline.api.fine_tuning import FineTuning
 
             answer = paceline.plan(FineTuning(hf, **stated_of_model), cluster, **options)
         else:
@@ -301,7 +301,7 @@ def _prepare_page(to: Path | None) -> None:
 def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, relaxed: bool, plot: Path | None,
            as_json: bool, others: Mapping[str, Any]) -> None:
     with _reported():
-        from paceline.verbs.scaling import check_plot
+        from paceline.api.scaling import check_plot
 
         if stated := [name for name, value in others.items() if value is not None]:
             raise UsageError(f"{' and '.join(stated)}: --scale ranks by time alone", hint="one of both")
@@ -452,7 +452,7 @@ def rehearse(
     texts_by_kind = {"kill": kill, "stop": stop, "slow": slow, "raise": raise_, "flip": flip, "disk_full": disk_full,
                      "preempt": preempt, "tear": tear, "kill_launcher": kill_launcher, "cut": cut}
     with _reported():
-        from paceline.launch.faults import Fault, Kind
+        from paceline.launch.process.faults import Fault, Kind
 
         faults = [Fault.parse(cast(Kind, kind), text) for kind, texts in texts_by_kind.items() for text in texts or ()]
         job = JobFile.parse(file, _parse_settings(settings))
@@ -490,7 +490,7 @@ def launch(
 ) -> None:
     """Write the file that starts a command on a cluster: a batch file, a TrainJob, a task or a compose file."""
     with _reported():
-        from paceline.launch import files
+        from paceline.api import launch_files as files
 
         request = files.LaunchRequest(command, hosts, gpus, time, image, _parse_settings(volume, "--volume"))
         text = files.text(kind, request)
@@ -512,11 +512,11 @@ def doctor(
 ) -> None:
     """Say what this machine has and what is wrong with it; or, between the hosts of a run."""
     with _reported():
-        from paceline.doctor import describe, examine
+        from paceline.doctor.machine import describe, examine
 
         if hosts:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch else prints stacks of what findings say
-            from paceline.doctor_hosts import examine_hosts, place_here
+            from paceline.doctor.hosts import examine_hosts, place_here
 
             findings = examine_hosts(place_here(), timeout_s=patience)
         else:
@@ -548,8 +548,8 @@ def _on_every_host(plan: str | None, procs: int | None = None) -> None:
     """
     if (place := launch_hosts.host()) is None:
         return
-    from paceline.accelerators import gpus
-    from paceline.verbs.chosen import is_auto
+    from paceline.api.plan_choice import is_auto
+    from paceline.cluster.accelerators import gpus
 
     world_size = procs if plan is None or is_auto(plan) else paceline.Plan.read(plan).world_size
     command = [sys.executable, "-m", "paceline", *sys.argv[1:]]

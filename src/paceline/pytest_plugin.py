@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from paceline.verbs.rehearsal import Rehearsal
-    from paceline.verbs.verify import Certificate
+    from paceline.api.rehearsal import Rehearsal
+    from paceline.api.verify import Certificate
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def paceline_verify() -> Callable[..., list[Certificate]]:
     """
 
     def check(job: Any, *plans: str, steps: int = 4) -> list[Certificate]:
-        from paceline.verbs.verify import verify
+        from paceline.api.verify import verify
 
         certificates = verify(job, plans, steps=steps)
         failed = [certificate.describe() for certificate in certificates if not certificate.passed]
@@ -46,7 +46,7 @@ def paceline_rehearse(tmp_path: Path) -> Callable[..., Rehearsal]:
     """
 
     def check(job: Any, plan: str, *faults: str, **options: Any) -> Rehearsal:
-        from paceline.verbs.rehearsal import rehearse
+        from paceline.api.rehearsal import rehearse
 
         outcome = rehearse(job, plan, faults, run=tmp_path / "rehearsal", **options)
         assert outcome.passed, outcome.describe()

@@ -16,7 +16,7 @@ import pytest
 from callback_jobs import JOB
 
 import paceline as pl
-from paceline.jobfile import JobFile
+from paceline.job.file import JobFile
 from tests.commands import Command, as_ranks
 
 pytestmark = pytest.mark.timeout(180)

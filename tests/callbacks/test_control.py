@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import paceline as pl
-from paceline.errors import CallbackError, JobError, OutOfMemory, UsageError
-from paceline.launch.failure import RankFailed
-from paceline.runtime import loop
+from paceline.base.errors import CallbackError, JobError, OutOfMemory, UsageError
+from paceline.launch.process.failure import RankFailed
+from paceline.training import loop
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from paceline.callbacks import kubeflow
-from paceline.callbacks.callback import EvaluationReport, StepReport
 from paceline.callbacks.loggers import of_cluster
+from paceline.job.callback import EvaluationReport, StepReport
 
 
 @pytest.fixture

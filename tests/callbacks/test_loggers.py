@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from later import needed
 
 import paceline as pl
+from paceline.base.errors import MissingPackage, UsageError
 from paceline.callbacks.loggers import loggers_of
 from paceline.callbacks.loggers.mlflow import MLflow
-from paceline.errors import MissingPackage, UsageError
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 import paceline as pl
 from paceline.callbacks.controller import RunController
-from paceline.launch import local
-from paceline.runtime.copies import Copier
+from paceline.launch.local import ranks as local
+from paceline.training.parts.memory_checkpoint import Copier
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,8 +10,8 @@ import pytest
 from callback_jobs import JOB
 
 import paceline as pl
-from paceline.errors import PacelineError
-from paceline.jobfile import JobFile
+from paceline.base.errors import PacelineError
+from paceline.job.file import JobFile
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("undrawn_searches")]
 

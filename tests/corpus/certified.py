@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 import paceline
-from paceline.errors import PacelineError, UsageError
-from paceline.launch.failure import RankFailed
+from paceline.base.errors import PacelineError, UsageError
+from paceline.launch.process.failure import RankFailed
 
 from .registry import Entry
 from .sweep import COUPLED, EXACT, REFUSED, WRONG, Cell, first_line, preload

@@ -46,12 +46,12 @@ class _Seen(Exception):
 def verdicts(name: str, sound: Verdicts | None) -> Verdicts:
     """What verify says of a job, by plan, up to the first that differs from `sound`."""
     import paceline
-    from paceline.errors import PacelineError
+    from paceline.base.errors import PacelineError
 
     from .registry import entries
 
     plan_verdicts: Verdicts = {}
-    verb: Any = importlib.import_module("paceline.verbs.verify")
+    verb: Any = importlib.import_module("paceline.api.verify")
     certify = verb._certify
 
     def noted(*args: Any, **options: Any) -> Any:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from paceline.capture.randomness import WithoutRandomness
+from paceline.base.streams import key_to_seed, seed_model, seed_sample, seed_streams
 from paceline.job import Job
-from paceline.runtime.order import Order, split
-from paceline.runtime.step_draws import WindowDraws
-from paceline.runtime.streams import key_to_seed, seed_model, seed_sample, seed_streams
+from paceline.job.order import Order, split
+from paceline.model.randomness import WithoutRandomness
+from paceline.training.own_step.step_draws import WindowDraws
 
 
 @dataclass

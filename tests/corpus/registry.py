@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 import paceline
-from paceline.runtime.feed import is_stream
+from paceline.training.feed import is_stream
 
 THEMES = ("optimizers", "schedules", "data", "losses", "layers", "state", "hooks", "sharing", "attention", "recurrent",
           "convolution", "structure", "experts", "checkpointing", "libraries", "combined", "own_steps",

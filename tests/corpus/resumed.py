@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.errors import PacelineError, UsageError
+from paceline.base.errors import PacelineError, UsageError
 
 from .registry import Entry, entries
 from .sweep import EXACT, REFUSED, WHOLE, Cell, Sweep, failed_cell, first_line, train_quietly

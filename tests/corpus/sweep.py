@@ -19,15 +19,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import paceline
-from paceline.capture.randomness import WithoutRandomness
-from paceline.cluster import Cluster
-from paceline.errors import PacelineError, UsageError
-from paceline.launch.failure import RankFailed
-from paceline.launch.local import run_local
+from paceline.base.errors import PacelineError, UsageError
+from paceline.cluster.cluster import Cluster
+from paceline.launch.local.ranks import run_local
+from paceline.launch.process.failure import RankFailed
+from paceline.model.randomness import WithoutRandomness
 from paceline.planner.resolve import Resolved, resolve
-from paceline.plans import Plan
-from paceline.runtime.drivers import fault_policy, train_rank
-from paceline.runtime.loop import Settings
+from paceline.strategies.plan import Plan
+from paceline.training.drivers import fault_policy, train_rank
+from paceline.training.loop import Settings
 
 from .plain import WHOLE, Cut, Outcome, run_by_hand, run_plainly
 from .registry import Entry

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.runtime.buffers import ChangingBuffers
+from paceline.training.replicas.buffers import ChangingBuffers
 
 from .__main__ import known_cells, main
 from .page import ROOT, cells_of_page, kind_of, page, table

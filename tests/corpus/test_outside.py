@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import paceline
-from paceline.errors import PacelineError
-from paceline.launch.failure import RankFailed
+from paceline.base.errors import PacelineError
+from paceline.launch.process.failure import RankFailed
 
 from .outside import Masked, attribute_of_the_loss, of_sequences
 from .registry import FEATURES, Entry, Net, entries, make_job

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.capture.graph import Capture
+from paceline.model.graph import Capture
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.engine import Engine, Links, cut
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from paceline.launch.fork import ask_forks_about_cuda
+from paceline.base.fork import ask_forks_about_cuda
 
 _DRIVER = "/dev/nvidiactl"
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.accelerators import _seen
-from paceline.cluster import Cluster
-from paceline.errors import PacelineError
-from paceline.launch.fork import in_a_fork
-from paceline.profile.trace import kept_generators
+from paceline.base.errors import PacelineError
+from paceline.base.fork import in_a_fork
+from paceline.cluster.accelerators import _seen
+from paceline.cluster.cluster import Cluster
+from paceline.model.cost.trace import kept_generators
 
 pytestmark = pytest.mark.timeout(120)
 

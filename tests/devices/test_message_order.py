@@ -18,18 +18,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.capture.graph import Capture, capture
-from paceline.launch.local import run_local
+from paceline.launch.local.ranks import run_local
+from paceline.model.graph import Capture, capture
 from paceline.planner.resolve import resolve
-from paceline.plans import Plan
-from paceline.runtime.loop import Settings, train_rank
-from paceline.runtime.prepare import prepare_job
 from paceline.strategies.compose import load
 from paceline.strategies.compress import run as compress
 from paceline.strategies.data import reduce
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.pipeline.schedule import Action, schedule
+from paceline.strategies.plan import Plan
+from paceline.training.loop import Settings, train_rank
+from paceline.training.prepare import prepare_job
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,9 +11,9 @@ import torch
 from pretended_cuda.client import Trained, Workshop, Workshops
 from pretended_cuda.plans import ALIKE, CHANCE, EXACT, FEATURES, MORE_ALIKE, MORE_EXACT, MORE_FEATURES
 
-from paceline.plans import Plan
-from paceline.runtime import folder
-from paceline.runtime.checkpoint.read import open_checkpoint
+from paceline.checkpoint.read import open_checkpoint
+from paceline.runs import folder
+from paceline.strategies.plan import Plan
 
 pytestmark = pytest.mark.timeout(600)  # the first one builds the device
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.capture import randomness
-from paceline.capture.randomness import WithoutRandomness
+from paceline.model import randomness
+from paceline.model.randomness import WithoutRandomness
 
 # They have no mean, or none that an element could hold: `verify` names them, and draws them.
 NAMED = {"_fill_mem_eff_dropout_mask_", "_fused_dropout", "cauchy_", "multinomial", "random", "random_"}

@@ -9,7 +9,7 @@ import pytest
 from pretended_cuda.client import Workshop, Workshops
 from pretended_cuda.plans import ALIKE, EXACT, MORE_ALIKE, MORE_EXACT
 
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 from tests.devices.test_pretended_cuda import assert_alike, on
 
 pytestmark = pytest.mark.timeout(600)  # the first one builds the device

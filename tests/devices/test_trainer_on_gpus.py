@@ -16,7 +16,7 @@ from later import not_installed
 from pretended_cuda.build import CannotBuild, build
 from pretended_cuda.client import SITE
 
-from paceline.launch.fork import in_a_fork
+from paceline.base.fork import in_a_fork
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.skipif(
     None in map(find_spec, ("transformers", "accelerate")),

@@ -19,20 +19,20 @@ import torch
 from safetensors.torch import save
 
 import paceline as pl
-from paceline import cluster_file
-from paceline.cluster import Cluster, _parse_names
-from paceline.errors import PacelineError
+from paceline.api.fine_tuning import FineTuning
+from paceline.api.inference import read_tensors
+from paceline.base.errors import PacelineError
+from paceline.checkpoint import open_checkpoint
+from paceline.checkpoint.assemble import whole_state
+from paceline.checkpoint.read import newest_checkpoint
+from paceline.cluster import file as cluster_file
+from paceline.cluster.cluster import Cluster, _parse_names
+from paceline.job.file import JobFile
 from paceline.job.shards import read_tar
-from paceline.jobfile import JobFile
-from paceline.launch.faults import Fault
-from paceline.launch.messages import Message
+from paceline.launch.process.faults import Fault
+from paceline.launch.process.messages import Message
 from paceline.reports.comparison import Condition
-from paceline.runtime.checkpoint import open_checkpoint
-from paceline.runtime.checkpoint.assemble import whole_state
-from paceline.runtime.checkpoint.read import newest_checkpoint
-from paceline.strategies.server.exchange.wire import Header, Kind
-from paceline.verbs.fine_tuning import FineTuning
-from paceline.verbs.inference import read_tensors
+from paceline.servers.wire import Header, Kind
 
 JOB = '''
 import paceline as pl

@@ -13,8 +13,8 @@ import torch
 from later import Later
 
 import paceline as pl
-from paceline.errors import PlanError, PlanRefused, UsageError
-from paceline.launch.failure import RankFailed
+from paceline.base.errors import PlanError, PlanRefused, UsageError
+from paceline.launch.process.failure import RankFailed
 
 keras, models, dtypes = map(Later, ("keras", "keras_models", "keras.src.backend.common.dtypes"))
 ROUNDING = 1e-12

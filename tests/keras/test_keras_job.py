@@ -12,7 +12,7 @@ from later import Later
 from torch import nn
 
 import paceline as pl
-from paceline.errors import JobError, UsageError
+from paceline.base.errors import JobError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's own
 keras = Later("keras")

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from test_slurm import submit, wait_for
 
-from paceline.launch.files import LaunchRequest
-from paceline.launch.namespaces import NetworkHost
+from paceline.api.launch_files import LaunchRequest
+from paceline.launch.hosts.namespaces import NetworkHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]  # Ray's own
 DIGITS = Path(__file__).parents[2] / "examples" / "01_digits.py"

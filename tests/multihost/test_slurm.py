@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.launch.files import LaunchRequest, text
+from paceline.api.launch_files import LaunchRequest, text
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
 DIGITS = Path(__file__).parents[2] / "examples" / "01_digits.py"

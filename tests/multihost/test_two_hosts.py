@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import paceline
-from paceline.jobfile import JobFile
-from paceline.launch.namespaces import NetworkHost
+from paceline.job.file import JobFile
+from paceline.launch.hosts.namespaces import NetworkHost
 from tests.commands import as_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "01_digits.py"

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cluster import Device
+from paceline.cluster.cluster import Device
 from paceline.planner.corrections import MEASURED, UNEXPLAINED, Calibration, Corrections
 from paceline.planner.estimate import Estimate
-from paceline.planner.ranks import MemoryNeed
-from paceline.plans import Plan
+from paceline.planner.rank_kinds import MemoryNeed
+from paceline.strategies.plan import Plan
 
 DEVICE = Device("cpu", 0, 1000)
 SPREAD = 4.0  # of prices that are next to nothing known

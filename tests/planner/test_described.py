@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.catalogue import accelerator, software
-from paceline.cluster import Cluster, Link, Network, Nodes, described
-from paceline.errors import PlanError
-from paceline.models import DecoderSize, decoder_profile
+from paceline.base.errors import PlanError
+from paceline.cluster.catalogue import accelerator, software
+from paceline.cluster.cluster import Cluster, Link, Network, Nodes, described
+from paceline.cluster.sizes import Formats
+from paceline.cluster.software import PACELINE, Software
+from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, TensorCut, Work
+from paceline.model.reference import DecoderSize, decoder_profile
 from paceline.planner.estimate import Estimate, estimate
-from paceline.planner.rank import search
-from paceline.planner.space import DeviceCounts, Limits
-from paceline.plans import Plan
-from paceline.profile.profile import Affine, Parameter, Profile, Segment, TensorCut, Work
-from paceline.sizes import Formats
-from paceline.software import PACELINE, Software
+from paceline.planner.search import search
+from paceline.strategies.limits import DeviceCounts, Limits
+from paceline.strategies.plan import Plan
 
 # 1e12 FLOP/s, and everything else takes no time.
 CHIP = replace(accelerator("A100"), bf16_flops_per_s=1e12, product_reached=1.0, memory_bytes_per_s=1e30)
@@ -224,10 +224,10 @@ def test_a_large_model_takes_milliseconds():
     """Llama 3.1's largest on 16,384 devices, under plans of every kind, without torch and in little memory."""
     script = """
 import sys, time
-from paceline.catalogue import software
-from paceline.cluster import Cluster
-from paceline.models import DecoderSize, decoder_profile
-from paceline.plans import Plan
+from paceline.cluster.catalogue import software
+from paceline.cluster.cluster import Cluster
+from paceline.model.reference import DecoderSize, decoder_profile
+from paceline.strategies.plan import Plan
 from paceline.planner.estimate import estimate
 program = software("megatron-core")
 profile = decoder_profile(DecoderSize(126, 16384, 128, 53248, 128256, 8192, kv_heads=8, form="llama"), program.formats,

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from paceline import Job
-from paceline.cluster import Cluster, Device, Link
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.cluster.cluster import Cluster, Device, Link
+from paceline.model.cost import profile_job
+from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.planner.accumulate import fewest_microbatches
 from paceline.planner.estimate import estimate
 from paceline.planner.program import MICROBATCH_S
-from paceline.planner.ranks import split_shares
-from paceline.plans import Plan
-from paceline.profile import profile_job
-from paceline.profile.device import DeviceRates
-from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.planner.rank_kinds import split_shares
 from paceline.simulate.allocator import CPU_HOLES, CPU_HOLES_UPDATED, CPU_RUNTIME_BYTES
+from paceline.simulate.device import DeviceRates
+from paceline.strategies.plan import Plan
 
 MIB = 2**20
 RATES = DeviceRates(1e9, 2e9, 1e15, 1e15, 0.0)

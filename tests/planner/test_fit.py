@@ -13,25 +13,25 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.accelerators import CONTEXT_BYTES, Gpu
-from paceline.catalogue import accelerator
-from paceline.cluster import Cluster, Device, Link
-from paceline.errors import PlanError
-from paceline.planner import ranks
+from paceline.base.errors import PlanError
+from paceline.cluster.accelerators import CONTEXT_BYTES, Gpu
+from paceline.cluster.catalogue import accelerator
+from paceline.cluster.cluster import Cluster, Device, Link
+from paceline.cluster.software import PACELINE
+from paceline.model.cost import profile_job
+from paceline.model.cost.profile import Product
+from paceline.planner import rank_kinds as ranks
 from paceline.planner.accumulate import ANY_RATES, fewest_microbatches
 from paceline.planner.estimate import estimate
 from paceline.planner.fit import check_fits, ledger, smallest_change
-from paceline.planner.ranks import MemoryNeed, accelerator_rates, gpu_rates
-from paceline.plans import Plan
-from paceline.profile import profile_job
-from paceline.profile.device import DeviceRates
-from paceline.profile.profile import Product
+from paceline.planner.rank_kinds import MemoryNeed, accelerator_rates, gpu_rates
 from paceline.simulate.allocator import CPU_RUNTIME_BYTES
+from paceline.simulate.device import DeviceRates
 from paceline.simulate.program import Compute
-from paceline.software import PACELINE
 from paceline.strategies.costs import NCCL_CONNECTION_BYTES, allocator_of
 from paceline.strategies.mesh import weakest
 from paceline.strategies.pipeline.cut import balance
+from paceline.strategies.plan import Plan
 from paceline.strategies.stages.price import SplitJob
 
 MIB = 2**20

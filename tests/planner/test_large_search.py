@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.catalogue import software
-from paceline.cluster import Cluster, Link
-from paceline.models import DecoderSize, decoder_profile
+from paceline.cluster.catalogue import software
+from paceline.cluster.cluster import Cluster, Link
+from paceline.cluster.software import PACELINE
+from paceline.model.cost.profile import Profile
+from paceline.model.reference import DecoderSize, decoder_profile
 from paceline.planner import pipelines
 from paceline.planner.estimate import Estimate, estimate
 from paceline.planner.pipelines import least_missing_bytes
 from paceline.planner.problem import with_memory
-from paceline.planner.rank import RankedPlans, search
-from paceline.planner.space import DeviceCounts, Limits
-from paceline.plans import Plan
-from paceline.profile.profile import Profile
-from paceline.software import PACELINE
+from paceline.planner.search import RankedPlans, search
+from paceline.strategies.limits import DeviceCounts, Limits
+from paceline.strategies.plan import Plan
 
 SIZE = DecoderSize(126, 16384, 128, 53248, 128256, sequence=8192, kv_heads=8, form="llama")
 PROGRAM = software("megatron-core")

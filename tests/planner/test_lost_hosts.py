@@ -10,15 +10,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.cluster import Cluster
-from paceline.errors import UsageError
-from paceline.launch.state_copies import TIME_SHARE
+from paceline.base.errors import UsageError
+from paceline.cluster.cluster import Cluster
+from paceline.launch.process.state_copies import TIME_SHARE
 from paceline.planner.goodput import Goodput, outlook
 from paceline.planner.problem import PlanningProblem
-from paceline.planner.rank import Candidate
+from paceline.planner.search import Candidate
 from paceline.planner.several_hosts import LEFT_S, REPLACED_S, SILENCE_S
 from paceline.planner.survival import FailureRates
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 
 WIDTH = 64
 

@@ -9,15 +9,25 @@ from functools import partial
 
 import pytest
 
-from paceline.cluster import Device
-from paceline.errors import PlanError
+from paceline.api.calibration import calibrate_best
+from paceline.base.errors import PlanError
+from paceline.cluster.cluster import Device
 from paceline.planner.corrections import Calibration
 from paceline.planner.estimate import Estimate
-from paceline.planner.rank import Candidate, Change, best_of_each_kind, binding, flips, kind_of, reason, search, ties
-from paceline.planner.ranks import MemoryNeed
-from paceline.planner.space import DeviceCounts, Limits
-from paceline.plans import Plan
-from paceline.verbs.calibration import calibrate_best
+from paceline.planner.rank_kinds import MemoryNeed
+from paceline.planner.search import (
+    Candidate,
+    Change,
+    best_of_each_kind,
+    binding,
+    flips,
+    kind_of,
+    reason,
+    search,
+    ties,
+)
+from paceline.strategies.limits import DeviceCounts, Limits
+from paceline.strategies.plan import Plan
 
 DEVICE = Device("cuda", 0, 100, name="H1")
 EIGHT = DeviceCounts(8, 8)

@@ -12,14 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 import paceline as pl
+from paceline.api.auto import _choose
+from paceline.api.fine_tuning import FineTuning
+from paceline.base.errors import PlanError, UsageError
 from paceline.cli import app
-from paceline.cluster import Cluster
-from paceline.errors import PlanError, UsageError
+from paceline.cluster.cluster import Cluster
 from paceline.planner.fit import check_fits
 from paceline.planner.problem import PlanningProblem, with_memory
 from paceline.planner.remedies import remedies
-from paceline.verbs.auto import _choose
-from paceline.verbs.fine_tuning import FineTuning
 
 LAYERS = 4
 SIZE = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": LAYERS,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 from paceline.planner.resized import resized
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 
 
 @pytest.mark.parametrize(("plan", "world_size", "expected"), [

@@ -7,15 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from paceline import cluster
-from paceline.accelerators import FreeMemory
-from paceline.cluster import Device, names_of
-from paceline.errors import PacelineError, PlanError
+from paceline.base.errors import PacelineError, PlanError
+from paceline.cluster import cluster
+from paceline.cluster.accelerators import FreeMemory
+from paceline.cluster.cluster import Device, names_of
 from paceline.job import Job
-from paceline.launch.environment import Environment
+from paceline.launch.hosts.environment import Environment
+from paceline.planner.devices import devices_of
 from paceline.planner.fit import _as_many
-from paceline.planner.resolve import Resolved, devices_of, resolve, set_aside
-from paceline.plans import Plan
+from paceline.planner.resolve import Resolved, resolve, set_aside
+from paceline.strategies.plan import Plan
 
 JOB = Job(model=lambda: torch.nn.Linear(2, 1), data=TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1)),
           loss=F.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=64, steps=1)

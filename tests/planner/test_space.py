@@ -8,9 +8,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.planner.space import DeviceCounts, Limits, divisors, microbatch_counts, relaxed, served, splits, variants
-from paceline.plans import Plan
+from paceline.planner.space import microbatch_counts, relaxed, served, splits, variants
 from paceline.strategies import conflicts
+from paceline.strategies.limits import DeviceCounts, Limits, divisors
+from paceline.strategies.plan import Plan
 
 
 @given(st.integers(1, 5000))

@@ -11,11 +11,11 @@ from later import needed
 from torch import Tensor
 
 import paceline as pl
-from paceline.cluster import Cluster
+from paceline.cluster.cluster import Cluster
+from paceline.model.cost.profile import Profile
 from paceline.planner.estimate import Estimate, estimate
 from paceline.planner.problem import PlanningProblem
-from paceline.plans import Plan
-from paceline.profile.profile import Profile
+from paceline.strategies.plan import Plan
 
 transformers = needed("transformers")
 

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.base.streams import seed_model
 from paceline.proof.order import whole_batches
-from paceline.runtime.streams import seed_model
 
 
 class Blocks(nn.Module):

@@ -14,10 +14,10 @@ from jobs import ByHand, by_hand, data, make_job, token_sum
 from safetensors.torch import load_file
 
 import paceline
-from paceline.errors import PlanError
-from paceline.launch.failure import RankFailed
-from paceline.runtime import scaling
-from paceline.runtime.scaling import LossScale
+from paceline.base.errors import PlanError
+from paceline.launch.process.failure import RankFailed
+from paceline.training import scaling
+from paceline.training.scaling import LossScale
 
 OVERFLOWS = data(largest=8.0)  # at scales of 2**16 and some below
 

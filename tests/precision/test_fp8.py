@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline
-from paceline.capture.float8 import in_float8, left_in_bf16
-from paceline.errors import JobError, PlanError
+from paceline.base.errors import JobError, PlanError
+from paceline.model.float8 import in_float8, left_in_bf16
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason=not_installed("torchao"))
 
@@ -69,7 +69,7 @@ def test_layers_that_do_not_fit_stay_and_are_named() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_layer_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the device can do is asked as on a GPU, where torch looks at its process first: nothing traces that."""
-    from paceline.capture import float8
+    from paceline.model import float8
 
     monkeypatch.setattr(float8, "_is_native", lambda device: os.getpid() < 0)
     layer = in_float8(nn.Sequential(nn.Linear(16, 32)))
@@ -80,7 +80,7 @@ def test_a_layer_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.capture import float8
+    from paceline.model import float8
 
     float8._layer.cache_clear()
     monkeypatch.setitem(sys.modules, "torchao.float8.float8_linear", None)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.catalogue import _listed, accelerator
+from paceline.cluster.catalogue import _listed, accelerator
+from paceline.cluster.software import Software
 from paceline.job import Precision
-from paceline.planner.ranks import accelerator_rates
-from paceline.profile.profile import Product, ProductKind, Side
+from paceline.model.cost.profile import Product, ProductKind, Side
+from paceline.planner.rank_kinds import accelerator_rates
 from paceline.simulate.program import Compute
-from paceline.software import Software
 
 # Rounding, and everything else but the arithmetic, takes no time.
 PLAIN = Software(product_rate=1.0, operator_s=0.0, kernel_s=0.0, hook_s=0.0, slowdown=0.0, context_bytes=0.0,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import make_job
 
-from paceline.runtime.products import float32_products
+from paceline.training.products import float32_products
 
 
 def switches() -> tuple[str, bool]:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.runtime.scaling import LossScale
 from paceline.strategies.data.run import GradientBuckets
+from paceline.training.scaling import LossScale
 
 OTHERS = (*(pytest.param(precision, marks=pytest.mark.slow) for precision in ("tf32", "bf16")),
           pytest.param("fp8", marks=[pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
 from paceline.reports.comparison import Condition, compare
 from paceline.reports.record import RunRecord
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
 from paceline.reports import plans
 
 ROW = {"fits": True, "step_s": 0.010, "step_s_low": 0.008, "step_s_high": 0.012, "samples_per_s": 6000.0,

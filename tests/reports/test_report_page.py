@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.errors import UsageError
-from paceline.plans import Plan
+from paceline.api.summary_table import card
+from paceline.base.errors import UsageError
 from paceline.reports import charts
 from paceline.reports.diagnosis import CORES, DATA, MESSAGES, SAVES, diagnose, step_parts
 from paceline.reports.page import Alternatives, write
 from paceline.reports.record import RunRecord
-from paceline.verbs.origin import origin
-from paceline.verbs.summary_table import card
+from paceline.runs.provenance import origin
+from paceline.strategies.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("charts_drawn_once")
 
@@ -156,7 +156,7 @@ def test_other_exact_plans_are_listed_however_many_relaxed_ones_are_faster(
 
     ranked = [*(candidate(f"data=2 local={steps}", 0.001 * steps) for steps in range(2, 20)),
               candidate("shard=2", 0.02), candidate("data=2", 0.04)]
-    monkeypatch.setattr("paceline.verbs.report.plan",
+    monkeypatch.setattr("paceline.api.report.plan",
                         lambda *args, **options: SimpleNamespace(ranking=SimpleNamespace(ranked=ranked)))
     run = written(tmp_path, job={"path": "job.py", "function": "job", "settings": {}},
                   origin={"host": platform.node()})
@@ -169,7 +169,7 @@ def test_a_page_replaces_pages_alone(tmp_path: Path, name: str, monkeypatch: pyt
     """It is refused before anything is priced."""
     run, job = written(tmp_path), tmp_path / "job.py"
     job.write_text("a job")
-    monkeypatch.setattr("paceline.verbs.report._alternatives", None)
+    monkeypatch.setattr("paceline.api.report._alternatives", None)
     for _ in range(2):
         paceline.report(run, to=tmp_path / "new" / "page.html", price=False)
     with pytest.raises(UsageError, match="can't write the page"):

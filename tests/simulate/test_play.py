@@ -2,9 +2,9 @@
 
 import pytest
 
-from paceline.cluster import Link
-from paceline.profile.device import DeviceRates
+from paceline.cluster.cluster import Link
 from paceline.simulate.collectives import LATE_AFTER_S, collective_s
+from paceline.simulate.device import DeviceRates
 from paceline.simulate.play import play, play_together
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Receive, Send, free
 

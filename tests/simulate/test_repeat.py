@@ -2,9 +2,9 @@
 
 import pytest
 
-from paceline.cluster import Link, Network
-from paceline.profile.device import DeviceRates
+from paceline.cluster.cluster import Link, Network
 from paceline.simulate.collectives import LATE_AFTER_S, collective_s
+from paceline.simulate.device import DeviceRates
 from paceline.simulate.play import ROUNDS, play
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Repeat
 from paceline.simulate.program import NETWORK as BESIDE

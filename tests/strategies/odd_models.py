@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.launch.failure import RankFailed
+from paceline.launch.process.failure import RankFailed
 
 BATCH, SAMPLES = 12, 50
 SPLITS = ("tensor=2", "pipeline=2 microbatches=1", "place=auto parts=2")

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.cluster import Cluster
-from paceline.launch.local import run_local
-from paceline.proof.plain import PlainRun
-from paceline.runtime.drivers import train_rank
-from paceline.runtime.loop import Settings
+from paceline.cluster.cluster import Cluster
+from paceline.launch.local.ranks import run_local
+from paceline.proof.reference_loop import PlainRun
 from paceline.strategies.compose import load
+from paceline.training.drivers import train_rank
+from paceline.training.loop import Settings
 
 
 def stateful_job(model: Callable[[], nn.Module], *, samples: int = 36, **changes: Any) -> paceline.Job:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import paceline
-from paceline.runtime.stepper import Stepper
 from paceline.strategies.mesh import Mesh
+from paceline.training.stepper import Stepper
 
 
 class Points(Dataset[Any]):

@@ -14,7 +14,7 @@ from torch.nn.functional import batch_norm
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import PacelineError
+from paceline.base.errors import PacelineError
 from tests.corpus.registry import FEATURES, Net, make_job, numbers
 
 EXACT = 1e-9

@@ -8,7 +8,7 @@ from corpus.experts import Routed
 from stateful_jobs import in_turn, stateful_job
 from torch import Tensor, nn
 
-from paceline.capture.probe import choosing, may_choose
+from paceline.model.forward_effects import choosing, may_choose
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.errors import PlanError
-from paceline.plans import Plan
+from paceline.base.errors import PlanError
 from paceline.strategies.conflicts import check, stated
+from paceline.strategies.plan import Plan
 
 
 @pytest.mark.parametrize(("text", "why", "instead"), [

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.errors import PlanError
-from paceline.launch.heap import KEPT_BLOCK_BYTES
+from paceline.base.errors import PlanError
+from paceline.cluster.software import PACELINE, Software
+from paceline.launch.process.malloc import KEPT_BLOCK_BYTES
+from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.planner.program import moments, step_program
-from paceline.plans import Plan
-from paceline.profile.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.simulate.allocator import HOLES_ADDED
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
-from paceline.software import PACELINE, Software
+from paceline.strategies.plan import Plan
 from paceline.strategies.recompute.cost import KEPT_TENSOR_S, RECOMPUTED_S
 from paceline.strategies.registry import BUILT_IN
 from paceline.strategies.server.cost import MESSAGE_S

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.capture.probe import followers, may_write, written_by
-from paceline.launch.failure import RankFailed
-from paceline.strategies.units import find_units
+from paceline.launch.process.failure import RankFailed
+from paceline.model.forward_effects import followers, may_write, written_by
+from paceline.model.units import find_units
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.errors import PeerLost
-from paceline.launch.failure import RankFailed
+from paceline.base.errors import PeerLost
+from paceline.launch.process.failure import RankFailed
 from paceline.strategies import host_all_reduce
 from paceline.strategies.host_all_reduce import all_reduce
 from paceline.strategies.shared_barrier import AWAKE_S, SLOT_BYTES, stays_awake

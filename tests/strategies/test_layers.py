@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.cluster import Cluster
-from paceline.models import Decoder, DecoderSize, decoder_profile
+from paceline.cluster.cluster import Cluster
+from paceline.model.cost import profile_job
+from paceline.model.cost.profile import Profile
+from paceline.model.reference import Decoder, DecoderSize, decoder_profile
 from paceline.planner.estimate import Estimate, estimate
 from paceline.planner.pieces import LazyPieces
-from paceline.plans import Plan
-from paceline.profile import profile_job
-from paceline.profile.profile import Profile
+from paceline.strategies.plan import Plan
 
 SIZE = DecoderSize(8, 2048, 16, 8192, 32000, sequence=1024)
 

@@ -10,7 +10,7 @@ from stateful_jobs import in_turn, stateful_job, trained
 from torch import Tensor, nn
 
 import paceline
-from paceline.launch.failure import RankFailed
+from paceline.launch.process.failure import RankFailed
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,7 +14,7 @@ from stateful_jobs import in_turn
 from torch import Tensor, nn
 
 import paceline
-from paceline.launch.failure import RankFailed
+from paceline.launch.process.failure import RankFailed
 
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "a straight-through sign": lambda: odd.Net(odd.Binarised), "a gradient reversal": odd.Reversed,

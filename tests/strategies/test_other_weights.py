@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from paceline.errors import PlanRefused
+from paceline.base.errors import PlanRefused
+from paceline.model.units import find_units
 from paceline.strategies.shard.run import _refuse_other_weights
-from paceline.strategies.units import find_units
 
 
 class Outer(nn.Module):

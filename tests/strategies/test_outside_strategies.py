@@ -18,17 +18,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.cluster import Cluster
-from paceline.errors import PlanError
-from paceline.planner.rank import kind_of
-from paceline.planner.space import DeviceCounts, Limits, relaxed
-from paceline.plans import Plan
-from paceline.proof.reference import whole_batches
-from paceline.runtime.order import split
+from paceline.base.errors import PlanError
+from paceline.cluster.cluster import Cluster
+from paceline.job.order import split
+from paceline.planner.search import kind_of
+from paceline.planner.space import relaxed
+from paceline.proof.tolerances import whole_batches
 from paceline.strategies import conflicts
 from paceline.strategies.axes import Axis
 from paceline.strategies.extensions import extensions
+from paceline.strategies.limits import DeviceCounts, Limits
 from paceline.strategies.mesh import Mesh
+from paceline.strategies.plan import Plan
 
 GOSSIP = Path(__file__).resolve().parents[2] / "examples" / "strategies" / "gossip"
 SAMPLES, BATCH = 25, 10  # the third step of an epoch has 5 samples: replicas count unlike numbers
@@ -100,7 +101,7 @@ def by_hand(replicas: int, steps: int) -> dict[str, torch.Tensor]:
 
 def load_initial() -> dict[str, torch.Tensor]:
     """The weights that a run of this job starts from."""
-    from paceline.runtime.prepare import build_model
+    from paceline.training.prepare import build_model
 
     return {name: tensor.clone() for name, tensor in build_model(make_job(), torch.device("cpu")).state_dict().items()}
 
@@ -160,8 +161,8 @@ def test_without_the_package_its_key_is_unknown():
 @pytest.mark.usefixtures("gossip")
 def test_it_is_among_the_relaxed_plans_and_has_a_price():
     """Two neighbours are sent the weights in each step, and three copies of them are held beside."""
+    from paceline.model.cost import profile_job
     from paceline.planner.estimate import estimate
-    from paceline.profile import profile_job
 
     plans = list(relaxed(Limits(batch=BATCH), DeviceCounts(4, 4)))
     assert Plan.of(gossip=4) in plans

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cluster import Cluster, Network
-from paceline.errors import PlanError
-from paceline.models import DecoderSize, decoder_profile
+from paceline.base.errors import PlanError
+from paceline.cluster.cluster import Cluster, Network
+from paceline.cluster.sizes import Formats, Kernels
+from paceline.cluster.software import Software
+from paceline.model.reference import DecoderSize, decoder_profile
 from paceline.planner.pipelines import play_pipeline
 from paceline.planner.program import stage_program
-from paceline.planner.ranks import accelerator_rates
-from paceline.plans import Plan
+from paceline.planner.rank_kinds import accelerator_rates
 from paceline.simulate.play import play_together
-from paceline.sizes import Formats, Kernels
-from paceline.software import Software
 from paceline.strategies.pipeline.cost import deal, ranks
 from paceline.strategies.pipeline.timing import ActionSeconds, _course, _played, rank_ends, shortened
+from paceline.strategies.plan import Plan
 
 SOFTWARE = Software(kernels=Kernels(), formats=Formats(2, 2, 2, 12, 2, 2), slowdown=0.0, operator_s=0.0)
 SIZE = DecoderSize(12, 256, 4, 1024, 1000, sequence=128)

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import paceline
-from paceline.capture.forward_state import ForwardState
-from paceline.capture.written import SeenValue, address
-from paceline.launch.failure import RankFailed
+from paceline.launch.process.failure import RankFailed
+from paceline.model.copy_on_write import SeenValue, address
+from paceline.model.forward_state import ForwardState
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -215,7 +215,7 @@ def test_a_state_that_no_attribute_shows_is_refused(make: Callable[[], Callable[
 
 def test_a_large_model_that_was_not_tried_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                   capfd: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("paceline.capture.compare.MAX_BYTES", 100)
+    monkeypatch.setattr("paceline.model.graph_check.MAX_BYTES", 100)
     model = lambda: nn.Sequential(nn.Linear(8, 8), Warming(Ticks()), nn.Linear(8, 4))  # noqa: E731
     paceline.train(stateful_job(model), "single recompute=full", devices="cpu:0", run=tmp_path, check=False)
     assert "was not tried for state that none of its attributes shows" in capfd.readouterr().err

@@ -12,7 +12,7 @@ from stateful_jobs import assert_alike, stateful_job
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.errors import TrainingError
+from paceline.base.errors import TrainingError
 from paceline.strategies.data import reduce
 from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.data.run import GradientBuckets

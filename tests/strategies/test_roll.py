@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import TrainingError
+from paceline.base.errors import TrainingError
 from paceline.strategies.shard import order_check
 from paceline.strategies.shard.order_check import ALIKE, OrderCheck
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.profile import profile_job
-from paceline.strategies.recompute.attention import Selective
+from paceline.model.attention import Selective
+from paceline.model.cost import profile_job
 from paceline.strategies.stages.price import SplitJob
 
 WIDTH, HEADS, LENGTH, SAMPLES = 32, 4, 16, 4

@@ -12,8 +12,8 @@ from stateful_jobs import in_turn, stateful_job, trained
 from torch import Tensor, nn
 
 import paceline
-from paceline.errors import PlanRefused
-from paceline.launch.failure import RankFailed
+from paceline.base.errors import PlanRefused
+from paceline.launch.process.failure import RankFailed
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from paceline.runtime.memory import reset_peak, resident_peak_bytes
-from paceline.runtime.streams import seed_streams
-from paceline.strategies import spill as spill_module
-from paceline.strategies.spill import CannotSpill, Spill
+from paceline.base.streams import seed_streams
+from paceline.launch.process.memory_use import reset_peak, resident_peak_bytes
+from paceline.strategies import disk_init as spill_module
+from paceline.strategies.disk_init import CannotSpill, Spill
 
 
 def conv_net() -> nn.Module:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 import paceline
-from paceline.launch.failure import RankFailed
-from paceline.proof.plain import PlainRun
+from paceline.launch.process.failure import RankFailed
+from paceline.proof.reference_loop import PlainRun
 
 PLANS = ("pipeline=2 microbatches=1", "place=auto parts=2", "tensor=2",
          "pipeline=3 microbatches=1 schedule=zero-bubble", "pipeline=2 shard=2 microbatches=1")

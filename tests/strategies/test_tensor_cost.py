@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cluster import DeviceKind
+from paceline.cluster.cluster import DeviceKind
+from paceline.cluster.software import PACELINE, SEQUENCE_BYTES, Software
+from paceline.model.cost.profile import Affine, Exchange, Parameter, Product, Profile, Segment, TensorCut, Work
 from paceline.planner.program import step_program
-from paceline.plans import Plan
-from paceline.profile.profile import Affine, Exchange, Parameter, Product, Profile, Segment, TensorCut, Work
 from paceline.simulate.allocator import CPU_HOLES_EXCHANGED, HOLES_ADDED
 from paceline.simulate.program import Allocate, Collective
-from paceline.software import PACELINE, SEQUENCE_BYTES, Software
+from paceline.strategies.plan import Plan
 from paceline.strategies.tensor.cost import narrow
 
 MEGATRON = Software(sequence_parallel=True)

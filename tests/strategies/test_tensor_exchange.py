@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.errors import PlanRefused
+from paceline.base.errors import PlanRefused
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.tensor.cut import Cut
+from paceline.strategies.tensor.dry_run import Counted, PaperMesh
 from paceline.strategies.tensor.exchange import Exchanges, Placement, Sum
-from paceline.strategies.tensor.paper import Counted, PaperMesh
 from paceline.strategies.tensor.program import ProgramRecorder
 
 PLACEMENTS: tuple[Placement, ...] = (None, Cut(0), Cut(1), Cut(2), Cut(1, 2), Sum(), Sum(mean=True))

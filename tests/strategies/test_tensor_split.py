@@ -18,16 +18,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline.cluster import Cluster
-from paceline.launch.local import run_local
-from paceline.profile import profile_job
-from paceline.runtime.feed import example_batch
+from paceline.cluster.cluster import Cluster
+from paceline.launch.local.ranks import run_local
+from paceline.model.cost import profile_job
 from paceline.strategies.mesh import local_part
 from paceline.strategies.stages.price import SplitJob
 from paceline.strategies.tensor import run as tensor_run
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
 from paceline.strategies.tensor.draws import apart
 from paceline.strategies.tensor.published import published
+from paceline.training.feed import example_batch
 
 LOOKS: dict[str, Callable[[Any], Any]] = {}
 
@@ -118,7 +118,7 @@ def test_they_compute_what_one_device_computes(model: Callable[[], nn.Module], p
     ends_alike(model, plan, tmp_path)
 
 
-@pytest.mark.slow  # as the models of tests/verify/test_split.py, whose values are small
+@pytest.mark.slow  # as the models of tests/proof/test_split.py, whose values are small
 @pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2"])
 def test_they_compute_the_same_on_whole_sequences(plan: str, tmp_path: Path) -> None:
     """Values of few bytes are not cut along their sequence."""

@@ -11,9 +11,9 @@ import torch
 from stateful_jobs import assert_alike, stateful_job
 from torch import Tensor, nn
 
-from paceline.plans import Plan
-from paceline.runtime.loop import Settings, train_rank
 from paceline.strategies.compose import load
+from paceline.strategies.plan import Plan
+from paceline.training.loop import Settings, train_rank
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import paceline as pl
-from paceline.errors import PacelineError
-from paceline.launch import local
-from paceline.runtime.copies import Copier
-from paceline.runtime.live import LiveState
+from paceline.base.errors import PacelineError
+from paceline.launch.local import ranks as local
+from paceline.training.parts.live_state import LiveState
+from paceline.training.parts.memory_checkpoint import Copier
 
 IN_MEMORY = "in_memory.txt"  # in the run folder: a line for each copy that rank 0 makes, and each note of its state
 

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import paceline as pl
-from paceline.launch.context import RankContext
-from paceline.launch.outside_watch import OutsideWatch
-from paceline.runtime import drift, loop
-from paceline.runtime.journal import Journal
+from paceline.launch.process.context import RankContext
+from paceline.launch.process.outside_watch import OutsideWatch
+from paceline.runs.journal import Journal
+from paceline.training import loop
+from paceline.training.parts import drift
 
 ON = [True]  # of this process
 RANK_0_ON = mmap.mmap(-1, 1)  # for the process that watches the ranks

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
-from paceline.strategies.server.exchange.arrive import WeightArrivals
-from paceline.strategies.server.exchange.connection import ServerConnection, served_parameters
-from paceline.strategies.server.exchange.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
-from paceline.strategies.server.exchange.wire import Peer, Role, Uplink, connect, listen
+from paceline.servers.connection import ServerConnection, served_parameters
+from paceline.servers.lazy_weights import WeightArrivals
+from paceline.servers.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
+from paceline.servers.wire import Peer, Role, Uplink, connect, listen
 from paceline.strategies.server.shards import Shard, assign, fingerprint
 
 SUM = "sum"

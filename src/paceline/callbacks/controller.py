@@ -10,23 +10,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.callbacks.callback import (
+from paceline.base.errors import CallbackError, UsageError, in_words
+from paceline.callbacks.images import Image, image_of, is_picture
+from paceline.job.callback import (
     Callback,
     CheckpointReport,
     EpochReport,
     EvaluationReport,
+    Requests,
+    RunHandle,
     StepReport,
     all_hooks,
     hooks_of,
 )
-from paceline.callbacks.handle import RunHandle
-from paceline.callbacks.images import Image, image_of, is_picture
-from paceline.errors import CallbackError, UsageError, in_words
-from paceline.launch.failure import traced
-from paceline.launch.messages import RanksGone
-from paceline.runtime.control import Requests
-from paceline.runtime.documents import rows
-from paceline.runtime.folder import CHECKPOINTS, LOGGED, METRICS
+from paceline.launch.process.failure import traced
+from paceline.launch.process.messages import RanksGone
+from paceline.runs.documents import rows
+from paceline.runs.folder import CHECKPOINTS, LOGGED, METRICS
+from paceline.runs.metrics import read_history
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class RunController:
                  save_every: int | None = None) -> None:
         self.callbacks, hooks = tuple(callbacks), all_hooks(callbacks)
         self.hooks = hooks | {"on_evaluation"} if "on_epoch" in hooks else hooks  # which is told of its evaluation
-        self.run = RunHandle(job, plan, folder, job.total_steps, save_every)
+        self.run = RunHandle(job, plan, folder, job.total_steps, save_every, _read_history=read_history)
         self.run._log = self._log
         self.error: BaseException | None = None
         self._failure = self._running = ""
@@ -302,8 +303,8 @@ class RunController:
     # --- Weights and the end ----------------------------------------------------------------------------------------
 
     def _read_weights(self, exchange: Exchange) -> dict[str, torch.Tensor]:
-        from paceline.runtime.checkpoint.assemble import whole_state
-        from paceline.runtime.checkpoint.read import open_checkpoint
+        from paceline.checkpoint.assemble import whole_state
+        from paceline.checkpoint.read import open_checkpoint
 
         written = exchange({"do": "weights"})
         checkpoint = open_checkpoint(Path(written["path"]), checksums=False)

@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.callbacks.callback import Callback, CheckpointReport, EvaluationReport
+from paceline.base.errors import JobError
 from paceline.callbacks.monitor import Monitor
-from paceline.errors import JobError
-from paceline.runtime.folder import BEST, CHECKPOINTS
+from paceline.job.callback import Callback, CheckpointReport, EvaluationReport
+from paceline.runs.folder import BEST, CHECKPOINTS
 
 if TYPE_CHECKING:
-    from paceline.callbacks.handle import RunHandle
     from paceline.job import Job
+    from paceline.job.callback import RunHandle
 
 
 class KeepBest(Callback):
@@ -70,7 +70,7 @@ class KeepBest(Callback):
         self.saved_steps = [step for step in self.saved_steps if step in wanted]
 
     def _note(self, run_dir: Path) -> None:
-        from paceline.runtime.checkpoint.write import write_json
+        from paceline.base.files import write_json
 
         write_json(run_dir / BEST, {"monitor": self.monitor.name, "mode": self.monitor.mode,
                                     "checkpoints": [{"step": step, "value": value} for step, value in self.kept]})

@@ -18,12 +18,11 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.callbacks.callback import Callback, EvaluationReport, StepReport
-from paceline.runtime import folder
+from paceline.job.callback import Callback, EvaluationReport, StepReport
+from paceline.runs import folder
 
 if TYPE_CHECKING:
-    from paceline.callbacks.handle import RunHandle
-    from paceline.verbs.result import Result
+    from paceline.job.callback import RunHandle
 
 URL, CERTIFICATE, TOKEN = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_CA_CERT",
                            "KUBEFLOW_TRAINER_SERVER_TOKEN")
@@ -53,7 +52,7 @@ class KubeflowProgress(Callback):
     def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
         self._metrics |= evaluation.figures
 
-    def on_end(self, run: RunHandle, result: Result) -> None:
+    def on_end(self, run: RunHandle, result: Any) -> None:
         self._wait()  # else the last status would be left out
         self._tell({**self._status(run, run.step), "progressPercentage": 100, "estimatedRemainingSeconds": 0})
         self._wait()

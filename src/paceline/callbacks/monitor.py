@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from paceline.errors import JobError, nearest
+from paceline.base.errors import JobError, nearest
 
 if TYPE_CHECKING:
     from paceline.job import Job

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.callbacks.callback import Callback, EpochReport, EvaluationReport
+from paceline.base.errors import JobError
 from paceline.callbacks.monitor import Monitor
-from paceline.errors import JobError
+from paceline.job.callback import Callback, EpochReport, EvaluationReport
 
 if TYPE_CHECKING:
-    from paceline.callbacks.handle import RunHandle
     from paceline.job import Job
+    from paceline.job.callback import RunHandle
 
 
 class EarlyStopping(Callback):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.base.errors import JobError
 
 _ALLOWED = "(x, y), {'name': x, ...} or x, each along dim 0"
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from paceline.errors import PacelineError, TrainingError, in_words
+from paceline.base.errors import PacelineError, TrainingError, in_words
 
 Collate = Callable[[list[Any]], Any]
 _PAIR_HINT = ("a data set's item is (input, target), or an input alone: a tensor, a mapping or a dataclass; several "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
-from paceline.errors import JobError, nearest
+from paceline.base.errors import JobError, nearest
 
 LIGHTNING = "docs/from-lightning.md shows both side by side"
 _RATE = "the learning rate is the optimizer's: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"

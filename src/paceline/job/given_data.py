@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.base.errors import JobError
 from paceline.job import loaders
 from paceline.job.arrays import as_arrays
 from paceline.job.groups import DrawnGroups, GroupSizes

@@ -9,7 +9,7 @@ from itertools import accumulate
 from statistics import median_high
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.base.errors import JobError
 from paceline.job.phases import ChangingBatch
 
 
@@ -74,7 +74,7 @@ class GroupedWindows:
         self.ends: list[array[int]] = []  # of each group of an epoch, in samples
 
     def _know(self, epoch: int) -> None:
-        from paceline.runtime.streams import seeded_for_epoch
+        from paceline.base.streams import seeded_for_epoch
 
         while len(self.ends) <= epoch:
             with seeded_for_epoch(self.groups, self.seed, len(self.ends)):

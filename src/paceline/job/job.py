@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from paceline.callbacks.callback import Callback
-from paceline.errors import JobError, nearest
+from paceline.base.errors import JobError, nearest
 from paceline.job import foreign_fields, given_data, own_step
+from paceline.job.callback import Callback
 from paceline.job.loaders import Loading
 from paceline.job.losses import OwnLoss
 from paceline.job.phases import FIGURES, BatchSizes, ChangingBatch, Collates, Phases, StepWindows

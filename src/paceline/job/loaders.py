@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.base.errors import JobError
 from paceline.job.groups import DrawnGroups
 
 _ITSELF = "give the data set itself: data=loader.dataset, batch=, collate=, sampler="
@@ -57,7 +57,7 @@ class Opened:
     def _open(self, index: Any) -> None:
         from torch.utils.data._utils import worker
 
-        from paceline.runtime.streams import kept_streams
+        from paceline.base.streams import kept_streams
 
         with kept_streams():
             try:
@@ -106,7 +106,7 @@ def draws_groups(sampler: Any, seed: int) -> bool:
     """Whether a sampler is a batch sampler: torch's, or one whose first draw is a list of indices."""
     import torch.utils.data as torch_data
 
-    from paceline.runtime.streams import seeded_for_epoch
+    from paceline.base.streams import seeded_for_epoch
 
     if isinstance(sampler, torch_data.BatchSampler):
         return True

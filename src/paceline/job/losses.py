@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.errors import TrainingError
+from paceline.base.errors import TrainingError
 
 IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out by default
 AHEAD = (1, 0)  # tokens that labels may be ahead of the logits: one in models of the next token, none in taggers

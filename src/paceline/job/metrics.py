@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.base.errors import JobError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.errors import JobError
+from paceline.base.errors import JobError
 from paceline.job.own_step import FollowerModel
 
 
@@ -60,7 +60,7 @@ def build_named_model(name: str, models: Mapping[str, Callable[[], Any]], follow
     Raises:
         JobError: it is no module, or shares parameters that a frozen copy can't have.
     """
-    from paceline.runtime.streams import key_to_seed, seed_model
+    from paceline.base.streams import key_to_seed, seed_model
 
     follower = followers.get(name)
     source = name if follower is None or not isinstance(follower.source, str) else follower.source

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from paceline.errors import JobError
+from paceline.base.errors import JobError
 from paceline.job.own_step import Optimizer
 
 
@@ -38,7 +39,6 @@ class NamedOptimizers(torch.optim.Optimizer):
         Raises:
             JobError: a parameter has no optimizer, or two; or one of them has no parameters.
         """
-        from paceline.runtime.optimizers.closure import requires_closure
 
         assigned: dict[str, list[tuple[str, torch.nn.Parameter]]] = {name: [] for name in specs}
         for parameter_name, p in named:
@@ -106,3 +106,9 @@ def _updates(name: str, each: Optimizer, parameter_name: str, p: torch.nn.Parame
         return bool(each.parameters(parameter_name, p))
     models = each.parameters if each.parameters is not None else name
     return parameter_name.partition(".")[0] in ((models,) if isinstance(models, str) else models)
+
+
+def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` can't be called without a closure, by its signature."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

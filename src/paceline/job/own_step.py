@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.errors import TrainingError, nearest
+from paceline.base.errors import TrainingError, nearest
 from paceline.job.pretrained import Weights
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from itertools import count
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
-from paceline.errors import JobError, nearest
+from paceline.base.errors import JobError, nearest
 
 T = TypeVar("T")
 VALIDATION_LOSS = "validation_loss"  # what an evaluation calls the loss, beside the metrics' own names

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.base.errors import JobError
 
 LANES = 8
 

@@ -14,11 +14,11 @@ from keras.src.losses.losses import LossFunctionWrapper
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.errors import CheckpointError, JobError
+from paceline.base.errors import CheckpointError, JobError
 from paceline.job import Job
 from paceline.keras.devices import where
 from paceline.keras.optimizer import KerasOptimizer
-from paceline.runtime.folder import MODEL
+from paceline.runs.folder import MODEL
 
 _MEANS = ("sum_over_batch_size", "mean")
 _PREFIX = "model."  # of the Keras model's names in `KerasModule`

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from paceline.cluster import Cluster, Device
-from paceline.errors import PlanError, UsageError
-from paceline.launch.environment import current
-from paceline.plans import Plan
+from paceline.base.errors import PlanError, UsageError
+from paceline.cluster.cluster import Cluster, Device
+from paceline.launch.hosts.environment import current
+from paceline.strategies.plan import Plan
 
 
 def fit(model: Any, x: Any = None, y: Any = None, *, plan: str | Plan | None = None, devices: str | None = None,

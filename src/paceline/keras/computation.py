@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
 from paceline.keras import losses, metrics, moments
 from paceline.keras.draws import WholeBatchDraws
 from paceline.keras.gradients import Gradients

@@ -20,7 +20,7 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import TrackedDict, TrackedList, TrackedOrderedDict, TrackedSet, Tracker
 
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
 
 _TRACKED: dict[type, tuple[type, Any]] = {
     TrackedOrderedDict: (dict, OrderedDict.update), TrackedDict: (dict, dict.update), TrackedList: (list, list.extend),

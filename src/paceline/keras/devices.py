@@ -10,8 +10,8 @@ import keras
 import torch
 from keras.src.backend.torch.core import get_device
 
-from paceline.cluster import Device
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
+from paceline.cluster.cluster import Device
 from paceline.keras.state import variables
 
 

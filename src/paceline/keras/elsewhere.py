@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.callbacks.callback import Callback, EpochReport, EvaluationReport
-from paceline.callbacks.handle import RunHandle
+from paceline.api.train import train
+from paceline.job.callback import Callback, EpochReport, EvaluationReport, RunHandle
 from paceline.keras.copies import unpacked
 from paceline.keras.wire import receive, send
-from paceline.launch.fresh import in_a_fresh_process
-from paceline.verbs.train import train
+from paceline.launch.process.subprocess_call import in_a_fresh_process
 
 
 class HearsEpochs(Protocol):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import PacelineError, PlanRefused
+from paceline.base.errors import PacelineError, PlanRefused
 from paceline.keras.computation import Computation, joined, rows_of
 from paceline.keras.draws import ORDERS, several
 from paceline.keras.forks import Fork, Forks

@@ -16,9 +16,9 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Protocol
 
+from paceline.base.fork import die_with, prepare_to_fork
 from paceline.keras.copies import packed, unpacked
-from paceline.launch.fork import die_with, prepare_to_fork
-from paceline.launch.fresh import in_a_fresh_process
+from paceline.launch.process.subprocess_call import in_a_fresh_process
 
 Life = Callable[[Connection], None]
 

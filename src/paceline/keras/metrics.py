@@ -13,7 +13,7 @@ from keras.src import backend
 from keras.src.metrics import Metric
 from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 
-from paceline.errors import PlanRefused
+from paceline.base.errors import PlanRefused
 from paceline.keras.part import Part, computing, in_part
 from paceline.keras.patches import Patch, with_subclasses
 from paceline.keras.wire import map_tensors, tensors_of

@@ -20,8 +20,11 @@ from typing import Any
 
 import torch
 
-from paceline.cluster import Device
-from paceline.errors import DriftError, UsageError
+from paceline.base.errors import DriftError, UsageError
+from paceline.base.fork import forks_can_use_cuda
+from paceline.base.temporary import temporary_folder
+from paceline.cluster.cluster import Device
+from paceline.job.order import split
 from paceline.keras import first_step
 from paceline.keras.computation import KINDS, Computation, joined, rows_of
 from paceline.keras.devices import name_of, on_device, refuse_other_kinds
@@ -31,12 +34,9 @@ from paceline.keras.part import Part
 from paceline.keras.state import checksums, random_state, structure, variables, versions
 from paceline.keras.wire import receive, send, tensors_of
 from paceline.keras.worker import be_worker
-from paceline.launch.failure import Failure, RankFailed, cause_of, killed
-from paceline.launch.fork import forks_can_use_cuda
-from paceline.launch.heartbeats import Heartbeat
-from paceline.launch.process import use_threads
-from paceline.launch.temporary import temporary_folder
-from paceline.runtime.order import split
+from paceline.launch.process.failure import Failure, RankFailed, cause_of, killed
+from paceline.launch.process.heartbeats import Heartbeat
+from paceline.launch.process.rank_process import use_threads
 
 _REPORT_S = 5.0  # for a worker that failed to say so
 _LOOK_MS = 500

@@ -13,15 +13,15 @@ import keras
 import numpy as np
 import torch
 
-from paceline.callbacks.callback import Callback, EpochReport
-from paceline.errors import UsageError
+from paceline.api.train import train
+from paceline.base.errors import UsageError
+from paceline.base.fork import forks_can_use_cuda
+from paceline.job.callback import Callback, EpochReport
 from paceline.keras.as_job import job, load, load_weights
 from paceline.keras.copies import packed
 from paceline.keras.devices import on_device, refuse_other_kinds
 from paceline.keras.elsewhere import train_elsewhere
-from paceline.launch.fork import forks_can_use_cuda
-from paceline.plans import Plan
-from paceline.verbs.train import train
+from paceline.strategies.plan import Plan
 
 _STEP_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 _TAKEN = ("batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data", "shuffle")

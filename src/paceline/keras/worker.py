@@ -13,9 +13,9 @@ from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import checksums, set_random_state, variables
 from paceline.keras.wire import receive, send
-from paceline.launch.failure import failure_of
-from paceline.launch.heartbeats import Heartbeat
-from paceline.launch.process import use_threads
+from paceline.launch.process.failure import failure_of
+from paceline.launch.process.heartbeats import Heartbeat
+from paceline.launch.process.rank_process import use_threads
 
 
 def be_worker(connection: Connection, computation: Computation, *, rank: int, size: int, rendezvous: Path,

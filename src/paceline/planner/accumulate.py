@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.cluster import Cluster
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.cluster.cluster import Cluster
 from paceline.job import Precision
-from paceline.planner.ranks import MemoryNeed, rank_kinds
-from paceline.plans import Plan
-from paceline.profile.device import DeviceRates
-from paceline.profile.profile import Profile
+from paceline.model.cost.profile import Profile
+from paceline.planner.rank_kinds import MemoryNeed, rank_kinds
+from paceline.simulate.device import DeviceRates
+from paceline.strategies.plan import Plan
 
 # Rates that only stand in where nothing but memory is asked for.
 ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)

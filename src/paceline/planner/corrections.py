@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from paceline.planner.break_even import Gain
 from paceline.planner.estimate import Estimate
-from paceline.planner.gain import Gain
-from paceline.planner.rank import kind_of
-from paceline.planner.ranks import MemoryNeed
+from paceline.planner.rank_kinds import MemoryNeed
+from paceline.planner.search import kind_of
 from paceline.planner.space import uncompiled_variant
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was calibrated, of

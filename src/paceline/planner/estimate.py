@@ -7,28 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.cluster import Cluster, Device, usable_cores
-from paceline.errors import PacelineError, PlanError
+from paceline.base.errors import PacelineError, PlanError
+from paceline.cluster.cluster import Cluster, Device, usable_cores
+from paceline.cluster.software import PACELINE, Software
 from paceline.job import Precision
+from paceline.model.cost.profile import Profile
 from paceline.planner.accumulate import fewest_microbatches
-from paceline.planner.gain import Gain
+from paceline.planner.break_even import Gain
+from paceline.planner.devices import devices_of
 from paceline.planner.pipelines import play_pipeline
 from paceline.planner.program import stage_program, start_s
-from paceline.planner.ranks import (
-    MemoryNeed,
-    Played,
-    measured_rates,
-    rank_kinds,
-    rates_of,
-    time_operators,
-)
-from paceline.planner.resolve import devices_of
-from paceline.plans import Plan
-from paceline.profile.device import DeviceRates
-from paceline.profile.profile import Profile
+from paceline.planner.rank_kinds import MemoryNeed, Played, measured_rates, rank_kinds, rates_of, time_operators
+from paceline.simulate.device import DeviceRates
 from paceline.simulate.play import Rates, play_together
-from paceline.software import PACELINE, Software
 from paceline.strategies.mesh import Mesh, weakest
+from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 from paceline.strategies.stages.cost import RankCost
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from paceline.cluster import Cluster
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.base.tables import aligned
+from paceline.cluster.cluster import Cluster
 from paceline.job import Job
+from paceline.model.cost.profile import Profile
 from paceline.planner.accumulate import ANY_RATES
 from paceline.planner.corrections import MEASURED
 from paceline.planner.estimate import Estimate, SplitPrices, estimate
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.problem import PlanningProblem
-from paceline.planner.ranks import MemoryNeed
+from paceline.planner.rank_kinds import MemoryNeed
 from paceline.planner.remedies import remedies
-from paceline.plans import Plan
-from paceline.profile.profile import Profile
-from paceline.tables import aligned
+from paceline.strategies.plan import Plan
 
 MIB = 2**20
 MOST_CPU_RANKS = 8  # that are tried where a plan doesn't fit; ranks on one machine may outnumber its cores

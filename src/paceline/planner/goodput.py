@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.cluster import Cluster
+from paceline.cluster.cluster import Cluster
 from paceline.planner import one_host, several_hosts
 from paceline.planner.problem import PlanningProblem
-from paceline.planner.rank import Candidate, amount
+from paceline.planner.search import Candidate, amount
 from paceline.planner.survival import FailingRun, FailureRates, NoSurvival, Survival, SurvivalName, in_hours
 from paceline.simulate.failures import RESTART_S, young_interval_s
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from paceline.errors import PlanError
-from paceline.launch.live_states import COPY_SHARE
-from paceline.launch.live_states import TIME_SHARE as NOTE_SHARE
-from paceline.launch.state_copies import TIME_SHARE
+from paceline.base.errors import PlanError
+from paceline.launch.process.live_states import COPY_SHARE
+from paceline.launch.process.live_states import TIME_SHARE as NOTE_SHARE
+from paceline.launch.process.state_copies import TIME_SHARE
 from paceline.planner.resized import resized
 from paceline.planner.survival import FailingRun, NoSurvival, Survival, SurvivalName, fitting_step_s
 from paceline.simulate.failures import Failures

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.cluster import Device
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.cluster.cluster import Device
 from paceline.job import Job
-from paceline.plans import Plan
-from paceline.profile.profile import Profile
+from paceline.model.cost.profile import Profile
+from paceline.strategies.plan import Plan
 from paceline.strategies.stages.cost import RankCost
 
 if TYPE_CHECKING:
-    from paceline.profile.fakes import FakeModel
+    from paceline.model.cost.fakes import FakeModel
     from paceline.strategies.stages.price import SplitJob
 
 
@@ -35,7 +35,7 @@ class LazyPieces:
         Raises:
             PlanError: the model can't be cut.
         """
-        from paceline.profile.blocks import NotStoodFor
+        from paceline.model.cost.blocks import NotStoodFor
         from paceline.strategies.stages.layers import layered
 
         split = self._captured(each=False)
@@ -84,7 +84,7 @@ class LazyPieces:
         return self._problem
 
     def _captured(self, *, each: bool = True) -> SplitJob | None:
-        from paceline.profile.blocks import NotStoodFor
+        from paceline.model.cost.blocks import NotStoodFor
         from paceline.strategies.stages.price import SplitJob
 
         if each not in self._splits and not self._problem:

@@ -13,22 +13,22 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 
-from paceline.catalogue import Accelerator
-from paceline.cluster import Cluster, Device, DeviceKind, Network
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.cluster.catalogue import Accelerator
+from paceline.cluster.cluster import Cluster, Device, DeviceKind, Network
+from paceline.cluster.software import PACELINE, Software
 from paceline.job import Precision
+from paceline.model.cost.profile import Profile
 from paceline.planner.program import Item, LoweredStep, fill
-from paceline.planner.ranks import Played, samples_of, slowest, stated_rates
-from paceline.plans import Plan, Schedule
-from paceline.profile.profile import Profile
+from paceline.planner.rank_kinds import Played, samples_of, slowest, stated_rates
 from paceline.simulate.accelerator import AcceleratorRates
 from paceline.simulate.play import Player, Timeline
 from paceline.simulate.program import COMPUTE, HOST, NETWORK, Allocate, Event
-from paceline.software import PACELINE, Software
 from paceline.strategies.costs import HookPoint, allocator_of
 from paceline.strategies.pipeline.cost import ranks
 from paceline.strategies.pipeline.schedule import kinds_of
 from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, ActionSeconds, Key, rank_ends, shortened, which
+from paceline.strategies.plan import Plan, Schedule
 from paceline.strategies.stages.cost import (
     ENDING,
     RankCost,

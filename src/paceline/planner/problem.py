@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from paceline.cluster import Cluster, Link, Network, Nodes
+from paceline.cluster.cluster import Cluster, Link, Network, Nodes
+from paceline.cluster.software import PACELINE
 from paceline.job import Job, Precision
+from paceline.model.cost.profile import Profile, folded
 from paceline.planner.estimate import Estimate, NotPriced, estimate
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.pipelines import least_missing_bytes
-from paceline.planner.rank import Candidate, Change, RankedPlans, Rent, flips, search
-from paceline.planner.space import DeviceCounts, Limits
-from paceline.plans import Plan
-from paceline.profile.profile import Profile, folded
-from paceline.software import PACELINE
+from paceline.planner.search import Candidate, Change, RankedPlans, Rent, flips, search
 from paceline.strategies import conflicts
+from paceline.strategies.limits import DeviceCounts, Limits
+from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 
 MOST_TENSOR = 8
@@ -49,9 +49,9 @@ class PlanningProblem:
            like: PlanningProblem | None = None) -> PlanningProblem:
         """Trace a job. Reads the first samples of its data. device: see `profile_job`. like: of the same job in another
         precision of the same weights."""
-        from paceline.profile import profile_job
-        from paceline.profile.named import priced
-        from paceline.profile.trace import fake_model
+        from paceline.model.cost import profile_job
+        from paceline.model.cost.trace import fake_model
+        from paceline.planner.multi_model import priced
 
         job = priced(job)
         built = fake_model(job) if like is None else like.pieces.built
@@ -160,8 +160,8 @@ def check_step(job: Job, plan: Plan) -> None:
     Raises:
         PlanError: it has a step of its own, which can't run under the plan.
     """
-    from paceline.profile.named import step_of
-    from paceline.runtime.recorded import refuse_to_split
+    from paceline.model.cost.shaped_samples import step_of
+    from paceline.training.own_step.recorded import refuse_to_split
 
     if (step := step_of(job)) is None:
         return

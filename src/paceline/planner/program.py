@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from paceline.cluster import DeviceKind
-from paceline.plans import Plan
-from paceline.profile.profile import Profile
+from paceline.cluster.cluster import DeviceKind
+from paceline.cluster.software import PACELINE, Software
+from paceline.model.cost.profile import Profile
 from paceline.simulate.allocator import holes_of_added, holes_of_update
 from paceline.simulate.program import Allocate, Compute, Event, Program, Repeat, free
-from paceline.software import PACELINE, Software
 from paceline.strategies.batch_norm.cost import sums as sums_of_batch_norms
 from paceline.strategies.costs import (
     ADDED,
@@ -27,6 +26,7 @@ from paceline.strategies.costs import (
     forward_moments,
     small_all_reduce,
 )
+from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 from paceline.strategies.stages.cost import RankCost, course
 
@@ -200,7 +200,7 @@ class _OneDevice:
     def meet(self, point: HookPoint) -> Iterable[Event]:
         """One small all-reduce of the loss, its count, and which parameters were used, in float64, where ranks meet in
         every step. Replicas' running statistics meet twice: to see which of them differ, and to become their mean
-        (`runtime/buffers.py`)."""
+        (`training/replicas/buffers.py`)."""
         if self.step.plan.world_size > 1 and self.step.plan.outer_steps is None:
             figures = 3 + sum(p.trainable for p in self.profile.parameters)
             yield small_all_reduce(self.step, 8 * figures, self.step.plan.world_size, name="meet")

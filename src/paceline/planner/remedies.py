@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from paceline.catalogue import memory_sizes
-from paceline.cluster import Cluster
-from paceline.errors import PacelineError
+from paceline.base.errors import PacelineError
+from paceline.cluster.catalogue import memory_sizes
+from paceline.cluster.cluster import Cluster
 from paceline.job import Precision
 from paceline.planner.estimate import NotPriced
 from paceline.planner.problem import PlanningProblem, with_memory
-from paceline.planner.rank import Candidate
+from paceline.planner.search import Candidate
 
 HALVINGS = 3  # of a batch
 MOST_TIMES = 8  # as many devices are thought of

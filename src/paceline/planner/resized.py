@@ -6,9 +6,9 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 
-from paceline.errors import PlanError
-from paceline.plans import Plan
+from paceline.base.errors import PlanError
 from paceline.strategies.key_registry import key
+from paceline.strategies.plan import Plan
 
 _MOST_CHANGED = 3  # counts of a plan; of axes, or servers and workers
 

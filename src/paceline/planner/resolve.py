@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.cluster import Cluster, Device, names_of
-from paceline.errors import ClusterError, PlanError
+from paceline.base.errors import ClusterError, PlanError
+from paceline.cluster.cluster import Cluster, Device, names_of
 from paceline.job import Job
-from paceline.launch.environment import Environment
-from paceline.plans import Plan
+from paceline.launch.hosts.environment import Environment
 from paceline.strategies import conflicts
+from paceline.strategies.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
         conflicts.check_own_step(settled)
     shares, accumulate = settled.modifiers.shares, settled.modifiers.accumulate
     if isinstance(shares, str) and shares != "equal":
-        from paceline.planner.ranks import split_shares
+        from paceline.planner.rank_kinds import split_shares
 
         shares = split_shares(settled, cluster)
     if accumulate == "auto":
-        from paceline.launch.fork import apart_from_cuda
+        from paceline.cluster.gpu_use import apart_from_cuda
+        from paceline.model.cost import profile_job
         from paceline.planner.accumulate import fewest_microbatches
-        from paceline.profile import profile_job
-        from paceline.profile.named import priced
+        from paceline.planner.multi_model import priced
 
         unsettled: Plan = settled
         accumulate = apart_from_cuda(lambda: fewest_microbatches(
@@ -144,12 +144,3 @@ def _check_samples(plan: Plan, job: Job) -> None:
                             "some would never have any", hint=f"at most {number} replicas")
 
 
-def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
-    """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed;
-    CPUs beside GPUs, which are for servers, are on the first."""
-    hosts, rest = divmod(plan.world_size, len(cluster.devices))
-    if rest and hosts:
-        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
-                        hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts")
-    others = tuple(device for device in cluster.devices if device.kind == cluster.devices[-1].kind)
-    return (*cluster.devices, *(others * hosts))[:plan.world_size]

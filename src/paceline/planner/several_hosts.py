@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from paceline.errors import PlanError
-from paceline.launch.fault_policy import JOIN_S
-from paceline.launch.liveness import MOST_SILENCE_S
-from paceline.launch.state_copies import TIME_SHARE
+from paceline.base.errors import PlanError
+from paceline.cluster.software import PACELINE
+from paceline.launch.hosts.liveness import MOST_SILENCE_S
+from paceline.launch.process.fault_policy import JOIN_S
+from paceline.launch.process.state_copies import TIME_SHARE
 from paceline.planner.resized import resized
 from paceline.planner.survival import (
     COPIED_BYTES_PER_S,
@@ -20,11 +21,10 @@ from paceline.planner.survival import (
     SurvivalName,
     fitting_step_s,
 )
-from paceline.plans import Plan
 from paceline.simulate.failures import Failures
 from paceline.simulate.outages import Outages, spares_for
-from paceline.software import PACELINE
 from paceline.strategies.mesh import Mesh, hosts_of_parts
+from paceline.strategies.plan import Plan
 
 # Until ranks of several hosts that start again compute: after one was killed; after a host was given up; and with one
 # that has come, after the save. Medians of the tables in docs/survive.md, on two cores: 3.7 to 3.9 s; 9.9 and 10.3 s

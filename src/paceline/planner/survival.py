@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from paceline.cluster import Cluster
-from paceline.errors import PlanError, UsageError
+from paceline.base.errors import PlanError, UsageError
+from paceline.cluster.cluster import Cluster
 from paceline.planner.estimate import NotPriced
 from paceline.planner.problem import HOUR_S, PlanningProblem
-from paceline.planner.rank import Candidate, amount
-from paceline.plans import Plan
+from paceline.planner.search import Candidate, amount
 from paceline.simulate.failures import (
     CHECKPOINT_BYTES_PER_S,
     NOTHING_LOST,
@@ -23,6 +22,7 @@ from paceline.simulate.failures import (
     simulated_goodput,
 )
 from paceline.simulate.outages import Outages
+from paceline.strategies.plan import Plan
 
 SurvivalName = Literal["copies", "checkpoint", "fewer", "spare", "resume"]
 REPAIR_HOURS = 1.0  # until a host, or a GPU, that failed is back, if nobody says. A guess.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.document import strict
+from paceline.base.document import strict
 
 DOCUMENT, TABLE = "certificate.json", "certificate.txt"
 VERSION = 2
@@ -46,7 +46,7 @@ def document(subject: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], *, 
 
 def write(folder: Path, document: Mapping[str, Any]) -> None:
     """Write both files, each in one move; the document last, so that its table is there when it is."""
-    from paceline.runtime.checkpoint.write import write_text
+    from paceline.base.files import write_text
 
     write_text(folder / TABLE, table(document) + "\n")
     write_text(folder / DOCUMENT, json.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from paceline.capture.attributes import tensor_attributes
-from paceline.capture.randomness import WithoutRandomness
-from paceline.proof.plain import distance, is_weight, rates_of, sample_marks
-from paceline.proof.reference import KINDS
-from paceline.runtime import state
-from paceline.runtime.checkpoint.dtypes import from_stored
-from paceline.runtime.checkpoint.pieces import TensorPiece, pieces_of
-from paceline.runtime.checkpoint.read import Checkpoint
-from paceline.runtime.feed import MicroBatch
+from paceline.checkpoint.dtypes import from_stored
+from paceline.checkpoint.pieces import TensorPiece, pieces_of
+from paceline.checkpoint.read import Checkpoint
+from paceline.model.attributes import tensor_attributes
+from paceline.model.randomness import WithoutRandomness
+from paceline.proof.reference_loop import distance, is_weight, rates_of, sample_marks
+from paceline.proof.tolerances import KINDS
 from paceline.strategies.layout import Extent, Whole
+from paceline.training import state
+from paceline.training.feed import MicroBatch
 
 _STORED = {"parameters": "weight", "buffers": "buffer", "optimizer": "state"}  # kinds of what a checkpoint names
 SAME_RATE = 1e-9  # relative; a schedule is a formula, computed by the same code on every rank

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from paceline.capture.losses import RepeatableLoss
-from paceline.capture.randomness import WithoutRandomness
+from paceline.base.streams import key_to_seed
 from paceline.job import Job
+from paceline.model.losses import RepeatableLoss
+from paceline.model.randomness import WithoutRandomness
 from paceline.proof.kept_rows import kept_rows
 from paceline.proof.order import later_batches, whole_batches
-from paceline.proof.plain import (
+from paceline.proof.problems import loss_problem, uneven_problem
+from paceline.proof.reference_loop import (
     PlainRun,
     StepRecord,
     Variation,
@@ -33,8 +35,7 @@ from paceline.proof.plain import (
     greatest,
     part_of_batch,
 )
-from paceline.proof.problems import loss_problem, uneven_problem
-from paceline.proof.reference import (
+from paceline.proof.tolerances import (
     ALL_KINDS,
     EPSILON,
     Dtypes,
@@ -49,7 +50,6 @@ from paceline.proof.reference import (
     with_limits,
     write_cut,
 )
-from paceline.runtime.streams import key_to_seed
 
 _SHORT_S = 0.1  # a step that takes no longer loses more by waking threads, and waiting for them, than it gains
 _ASKED_S = 0.02  # between questions whether there are cores to take; an operator of a long step takes about as long

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster import free_memory_bytes
-from paceline.errors import OutOfMemory, PlanRefused, in_words
+from paceline.base.errors import OutOfMemory, PlanRefused, in_words
+from paceline.base.temporary import temporary_folder
+from paceline.cluster.cluster import free_memory_bytes
 from paceline.job import Job
-from paceline.launch.temporary import temporary_folder
 from paceline.planner.resolve import Resolved
 
 _POLL_S = 0.005
@@ -57,7 +57,7 @@ def check_first_update(job: Job, resolved: Resolved, *, timeout_s: float) -> Fir
         PlanRefused: they differ by more than rounding.
         RankFailed: a rank failed, as it would have in the run.
     """
-    from paceline.launch.aside import aside
+    from paceline.launch.process.background import aside
 
     began_s, steps = time.monotonic(), job.total_steps
     job = replace(job.with_training_only(), steps=1, epochs=None)
@@ -80,12 +80,12 @@ def _compared(job: Job, resolved: Resolved, document: Path, tensors: Path, has_e
 
     document, tensors: where one device leaves its figures and its tensors. has_ended: whether its process has.
     """
-    from paceline.launch.failure import RankFailed
-    from paceline.launch.local import run_local
-    from paceline.planner.resolve import devices_of
+    from paceline.launch.local.ranks import run_local
+    from paceline.launch.process.failure import RankFailed
+    from paceline.planner.devices import devices_of
     from paceline.proof.compare import judge
     from paceline.proof.ranks import recomputed_forwards
-    from paceline.runtime.drivers import fault_policy
+    from paceline.training.drivers import fault_policy
 
     body = _watched(job, resolved, document, tensors, has_ended, devices_of(resolved.plan, resolved.cluster))
     try:
@@ -161,12 +161,12 @@ def _watched(job: Job, resolved: Resolved, document: Path, tensors: Path, has_en
              devices: Any) -> Callable[[Any], dict[str, Any]]:
     """What each rank does: the first step, beside one device, with a recorder that waits for what that comes to."""
     def body(context: Any) -> dict[str, Any]:
-        from paceline.capture.randomness import WithoutRandomness
-        from paceline.launch.logs import without_notes
+        from paceline.base.logs import without_notes
+        from paceline.model.randomness import WithoutRandomness
         from paceline.proof.compare import DifferenceRecorder
         from paceline.proof.ranks import in_precision
-        from paceline.runtime.drivers import train_rank
-        from paceline.runtime.loop import Settings
+        from paceline.training.drivers import train_rank
+        from paceline.training.loop import Settings
 
         def wait() -> None:
             document.with_name(_WAITS.format(context.rank)).touch()
@@ -198,8 +198,8 @@ def _write_references(job: Job, resolved: Resolved, folder: Path, *, steps: int 
 
     steps: of the whole job; None where only its data's end decides.
     """
-    from paceline.capture.randomness import WithoutRandomness
-    from paceline.launch.aside import take_cores
+    from paceline.launch.process.background import take_cores
+    from paceline.model.randomness import WithoutRandomness
     from paceline.proof.first_step import FirstStep
     from paceline.proof.ranks import in_precision
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from paceline.checkpoint.pieces import Region
 from paceline.job import Job
 from paceline.job.own_step import init_of
 from paceline.job.pretrained import Weights
-from paceline.runtime.checkpoint.pieces import Region
-from paceline.runtime.initial import matched, source_of
+from paceline.training.initial import matched, source_of
 
 
 def load_plainly(job: Job, model: torch.nn.Module) -> None:

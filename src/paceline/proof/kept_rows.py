@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.utils._pytree import tree_leaves
 
-from paceline.capture.attributes import is_like_a_buffer, is_same, tensor_attributes
-from paceline.proof.plain import PlainRun, autocast, part_of_batch
-from paceline.runtime.feed import MicroBatch
+from paceline.model.attributes import is_like_a_buffer, is_same, tensor_attributes
+from paceline.proof.reference_loop import PlainRun, autocast, part_of_batch
+from paceline.training.feed import MicroBatch
 
 
 def kept_rows(run: PlainRun, batch: MicroBatch) -> str | None:

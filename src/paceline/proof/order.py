@@ -1,7 +1,7 @@
 """The order of data once more, written plainly: a second implementation to compare the first one with.
 
 It follows the contract (docs/tour.md, "The order of data") with whole numbers and loops. It shares with
-`runtime/order.py` and `runtime/feed.py` only the seeds of keys.
+`job/order.py` and `training/feed.py` only the seeds of keys.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from paceline.capture.randomness import drawing
+from paceline.base.streams import drawing, kept_streams, key_to_seed, seed_sample, seed_streams
 from paceline.job import Job
 from paceline.job.batches import Collate, collated
 from paceline.job.groups import DrawnGroups
 from paceline.job.phases import value_at
 from paceline.proof.device import one_device
-from paceline.runtime.feed import MicroBatch, is_stream
-from paceline.runtime.streams import kept_streams, key_to_seed, seed_sample, seed_streams
+from paceline.training.feed import MicroBatch, is_stream
 
 _WORD = (1 << 64) - 1
 _ROUNDS = 8
@@ -133,7 +132,7 @@ def later_batches(job: Job, *, steps: int, count: int, samples: int) -> Iterator
 
     steps: of the job; where its sampler decides, those of the first epoch count. count: of windows, at most.
     """
-    from paceline.runtime.order import Order
+    from paceline.job.order import Order
 
     order = Order.of(job)
     last = (order.epoch_end(0) if job.sampler is not None else steps) - 1
@@ -193,7 +192,7 @@ def order_difference(job: Job, *, steps: int) -> str | None:
     The job's whole data set is looked at, though a proof trains on its first samples alone: the first steps, the last
     step of the first epoch and the first of the second.
     """
-    from paceline.runtime.order import Order
+    from paceline.job.order import Order
 
     if is_stream(job.data):
         return None

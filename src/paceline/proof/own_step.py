@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.base.streams import seed_streams
 from paceline.job import Job
 from paceline.proof.device import cpu_copy
-from paceline.runtime.feed import MicroBatch, map_tensors
-from paceline.runtime.step_batch import StepBatch
-from paceline.runtime.step_draws import MakesOn, WindowDraws
-from paceline.runtime.streams import seed_streams
+from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.own_step.step_batch import StepBatch
+from paceline.training.own_step.step_draws import MakesOn, WindowDraws
 
 Pieces = Sequence[Sequence[MicroBatch]]
 

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.capture.attributes import is_same
-from paceline.capture.state import StateSnapshot
-from paceline.capture.written import lazy_copy
-from paceline.errors import TrainingError
+from paceline.base.errors import TrainingError
 from paceline.job import AUTOCAST, Job
 from paceline.job.modes import for_training
+from paceline.model.attributes import is_same
+from paceline.model.copy_on_write import lazy_copy
+from paceline.model.state_snapshot import StateSnapshot
 from paceline.proof.order import whole_batches
-from paceline.proof.plain import (
+from paceline.proof.reference_loop import (
     PlainRun,
     Variation,
     autocast,
@@ -40,10 +40,10 @@ from paceline.proof.plain import (
     unspoilt,
     update,
 )
-from paceline.proof.reference import ALLOWED, EXACT, Dtypes
 from paceline.proof.replacement import replacement
-from paceline.runtime.feed import MicroBatch, map_tensors
-from paceline.runtime.optimizers.probe import needs_closure
+from paceline.proof.tolerances import ALLOWED, EXACT, Dtypes
+from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.optimizers.probe import needs_closure
 
 UNCUT = "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
 _NO_COUPLING = ("a scalar loss is the mean over its samples, anything else (sum, count), and no layer mixes samples; "

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster import Cluster
-from paceline.errors import CheckpointError, NotDeterministic
+from paceline.base.errors import CheckpointError, NotDeterministic
+from paceline.base.logs import without_notes
+from paceline.cluster.cluster import Cluster
 from paceline.job import Job, Precision, own_step
-from paceline.launch.local import run_local
-from paceline.launch.logs import without_notes
+from paceline.launch.local.ranks import run_local
 from paceline.planner.resolve import Resolved
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 
 RUNS = "runs"  # below the folder of a proof: a run folder for each plan, with its checkpoint
 
@@ -64,7 +64,7 @@ def _alone(work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None,
     of what is returned names such operators.
     """
     from paceline.proof.device import computing_on
-    from paceline.runtime.determinism import deterministic_algorithms
+    from paceline.training.determinism import deterministic_algorithms
 
     def body(context: Any) -> dict[str, Any]:
         with computing_on(context.device):
@@ -100,14 +100,14 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
     Raises:
         PacelineError: the job fails on one device.
     """
-    from paceline.capture.randomness import WithoutRandomness
+    from paceline.model.randomness import WithoutRandomness
     from paceline.proof.order import order_difference
     from paceline.proof.problems import job_problem
-    from paceline.proof.reference import evaluation_data, write_reference
     from paceline.proof.subject import subject
-    from paceline.runtime.products import float32_products
-    from paceline.runtime.stepper import Stepper
+    from paceline.proof.tolerances import evaluation_data, write_reference
     from paceline.strategies.mesh import Mesh
+    from paceline.training.products import float32_products
+    from paceline.training.stepper import Stepper
 
     steps = job.total_steps
     assert steps is not None
@@ -151,9 +151,9 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
 
 def _save_single(context: Any, job: Job, precision: Precision, folder: Path, saved_step: int) -> None:
     """A checkpoint that a plan without ranks wrote, for others to go on from."""
-    from paceline.capture.randomness import WithoutRandomness
-    from paceline.runtime.drivers import train_rank
-    from paceline.runtime.loop import Settings
+    from paceline.model.randomness import WithoutRandomness
+    from paceline.training.drivers import train_rank
+    from paceline.training.loop import Settings
 
     run_dir = folder / RUNS / "single"
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -164,8 +164,8 @@ def _save_single(context: Any, job: Job, precision: Precision, folder: Path, sav
 
 def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> dict[Precision, dict[str, Any]]:
     """One device that cuts every batch as a plan does; tensors are beside the reference's. See `write_cut`."""
-    from paceline.capture.randomness import WithoutRandomness
-    from paceline.proof.reference import write_cut
+    from paceline.model.randomness import WithoutRandomness
+    from paceline.proof.tolerances import write_cut
 
     def work(context: Any) -> dict[str, Any]:
         references: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def watched(proof: Proof, resolved: Resolved, folders: Mapping[Precision, Path],
     Raises:
         RankFailed: a rank failed.
     """
-    from paceline.runtime.drivers import fault_policy
+    from paceline.training.drivers import fault_policy
 
     run_dir = proof.folder / RUNS / str(number)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -237,11 +237,11 @@ def watched(proof: Proof, resolved: Resolved, folders: Mapping[Precision, Path],
 def _watch(context: Any, proof: Proof, resolved: Resolved, folder: Path, precision: Precision, run_dir: Path | None, *,
            resume: bool = False) -> dict[str, Any]:
     """The job in one precision. With a run folder it also evaluates, and saves on its way or goes on from there."""
-    from paceline.capture.randomness import WithoutRandomness
+    from paceline.model.randomness import WithoutRandomness
     from paceline.proof.compare import DifferenceRecorder
-    from paceline.proof.reference import evaluation_data
-    from paceline.runtime.drivers import train_rank
-    from paceline.runtime.loop import Settings
+    from paceline.proof.tolerances import evaluation_data
+    from paceline.training.drivers import train_rank
+    from paceline.training.loop import Settings
 
     random = WithoutRandomness()
     with without_notes(), random if proof.figures[precision]["is_random"] else nullcontext():
@@ -258,8 +258,8 @@ def _watch(context: Any, proof: Proof, resolved: Resolved, folder: Path, precisi
 
 
 def _file_difference(proof: Proof, run_dir: Path, folder: Path) -> str | None:
+    from paceline.checkpoint.read import open_checkpoint
     from paceline.proof.compare import file_difference
-    from paceline.runtime.checkpoint.read import open_checkpoint
 
     path = run_dir / "checkpoints" / f"step-{proof.saved_step}"
     try:

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch.utils.data import Subset, TensorDataset
 
-from paceline.errors import PacelineError, PlanRefused
+from paceline.base.errors import PacelineError, PlanRefused
+from paceline.base.fork import in_a_fork
+from paceline.base.streams import key_to_seed
 from paceline.job import Job
 from paceline.job.arrays import Arrays
 from paceline.job.batches import Collate
+from paceline.job.order import Order
 from paceline.job.phases import value_at
-from paceline.launch.fork import in_a_fork
-from paceline.runtime.drift import fingerprint
-from paceline.runtime.feed import fetch, is_stream, map_tensors
-from paceline.runtime.order import Order
-from paceline.runtime.streams import key_to_seed
+from paceline.training.feed import fetch, is_stream, map_tensors
+from paceline.training.parts.drift import fingerprint
 
 _TIMEOUT_S = 60.0  # at most
 
@@ -64,7 +64,7 @@ def refuse_memory(job: Job, readers: str, *, timeout_s: float) -> None:
 
 def _contents(data: Any, collate: Collate | None, reads: Sequence[tuple[list[int], int]]) -> list[int]:
     """Fingerprints of the samples that are read last. reads: their places, and a seed."""
-    from paceline.launch.logs import redirect
+    from paceline.base.logs import redirect
 
     redirect(None)  # the job's own code says all it says when it runs for the run
     batches = [fetch(data, places, places, seed=seed, collate=collate) for places, seed in reads if places]

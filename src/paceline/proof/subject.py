@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.capture.randomness import WithoutRandomness
 from paceline.job import Job
+from paceline.model.randomness import WithoutRandomness
 from paceline.proof.device import described
 from paceline.proof.order import whole_batches
-from paceline.proof.plain import PlainRun, autocast, build_plain, unspoilt
+from paceline.proof.reference_loop import PlainRun, autocast, build_plain, unspoilt
 
 
 def subject(job: Job) -> dict[str, Any]:

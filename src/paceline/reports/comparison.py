@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from statistics import mean, median, stdev
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
+from paceline.base.tables import aligned
 from paceline.reports.diagnosis import core_wait
 from paceline.reports.record import RunRecord
-from paceline.tables import aligned
 
 # Whether less is better, of the figures of summary.json that can be compared.
 _LESS_IS_BETTER = {"step_s": True, "samples_per_s": False, "final_loss": True, "validation_loss": True,

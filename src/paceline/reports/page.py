@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.document import strict
-from paceline.errors import UsageError, with_extra
+from paceline.base.document import strict
+from paceline.base.errors import UsageError, with_extra
 from paceline.proof.certificate import DOCUMENT as CERTIFICATE
 from paceline.proof.certificate import table as certificate_table
 from paceline.reports.diagnosis import (
@@ -26,8 +26,7 @@ from paceline.reports.diagnosis import (
     step_parts,
 )
 from paceline.reports.record import RunRecord
-from paceline.runtime import documents, folder
-from paceline.study.report import STUDY
+from paceline.runs import documents, folder
 
 REPORT = "report.html"
 MIB = 2**20
@@ -79,7 +78,7 @@ def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | No
     prepare(target)
     text = page(path, alternatives or Alternatives())
     folder.writable(target.parent)
-    from paceline.runtime.checkpoint.write import write_text
+    from paceline.base.files import write_text
 
     write_text(target, text)
     return target
@@ -128,14 +127,14 @@ def _content(path: Path, alternatives: Alternatives) -> tuple[
         record = RunRecord.read(path)
         return (f"{record.name}: {record.plan['plan']}", _subtitle(record), _with_alternative(
             diagnose(record), alternatives).lines(), list(_of_run(record, alternatives)), strict(record.summary))
-    if (path / STUDY).exists():
-        study = documents.read(path / STUDY, documents.StudyDocument)
+    if (path / folder.STUDY).exists():
+        study = documents.read(path / folder.STUDY, documents.StudyDocument)
         return (f"search {study['study']}", f"{len(study['trials'])} trials", _of_best(study),
                 list(_of_study(study)), strict(study))
     if (path / CERTIFICATE).exists():
         proof = folder.read_document(path, CERTIFICATE)
         return ("certificate", str(proof.get("written", "")), {}, [_certificate(proof)], strict(proof))
-    raise UsageError(f"{path} is not the folder of a run, a search or a proof: it has no {folder.PLAN}, {STUDY} or "
+    raise UsageError(f"{path} is not the folder of a run, a search or a proof: it has no {folder.PLAN}, {folder.STUDY} or "
                      f"{CERTIFICATE}", hint="paceline train JOB --run DIR writes one")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.reports.diagnosis import PREDICTED_PARTS
 from paceline.reports.page import MIB, Chart, Section, prepare, rendered
-from paceline.runtime import folder
+from paceline.runs import folder
 
 MOST_DRAWN = 12  # plans of a chart, which fit a phone's height
 
@@ -21,7 +21,7 @@ def write(answer: Mapping[str, Any], to: Path, *, command: str) -> Path:
     Raises:
         UsageError: see `prepare`.
     """
-    from paceline.runtime.checkpoint.write import write_text
+    from paceline.base.files import write_text
 
     prepare(to)
     text = rendered(f"plans on {answer['cluster']}", f"{answer['tried']} plans were priced", _verdict(answer, command),

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.callbacks.handle import read_history
-from paceline.errors import UsageError
-from paceline.runtime import documents, folder
-from paceline.runtime.trace import PICTURE, TRACE
+from paceline.base.errors import UsageError
+from paceline.runs import documents, folder
+from paceline.runs.metrics import read_history
+from paceline.training.trace import PICTURE, TRACE
 
 if TYPE_CHECKING:
-    from paceline.runtime.journal import Launch
+    from paceline.runs.journal import Launch
 
 CERTIFICATE = "certificate.json"
-STUDY = "study.json"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class RunRecord:
         Raises:
             UsageError: the journal can't be read.
         """
-        from paceline.runtime import journal
+        from paceline.runs import journal
 
         path, starts, reached = self.path / folder.JOURNAL, list[Start](), None
         try:
@@ -114,7 +113,7 @@ def _events(trace: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _saved_step(path: Path) -> int:
-    from paceline.runtime.checkpoint.read import newest_saved_step  # loads torch
+    from paceline.checkpoint.read import newest_saved_step  # loads torch
 
     return max(0, newest_saved_step(path)) if (path / folder.CHECKPOINTS).is_dir() else 0
 

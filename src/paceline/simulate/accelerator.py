@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from paceline.cluster.software import Software
 from paceline.job import AUTOCAST, Precision
-from paceline.profile.profile import Product
-from paceline.simulate.kept import KeptByIdentity
+from paceline.model.cost.profile import Product
+from paceline.simulate.identity_cache import KeptByIdentity
 from paceline.simulate.program import Compute
-from paceline.software import Software
 
 # Sides of the tiles that a multiprocessor computes at a time, and the part of the best rate that their reuse of what
 # is loaded allows. Source: NVIDIA, Matrix Multiplication Background User's Guide (tile and wave quantisation);

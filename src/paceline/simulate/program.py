@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.profile.calls import OperatorCall
-from paceline.profile.profile import Product
+from paceline.model.cost.op_calls import OperatorCall
+from paceline.model.cost.profile import Product
 
 # HOST launches what the device computes.
 COMPUTE, NETWORK, SENDING, HOST = "compute", "network", "sending", "host"

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from paceline.capture.compare import is_comparable
-from paceline.capture.probe import NOTHING, Observed
-from paceline.plans import Plan
+from paceline.model.forward_effects import NOTHING, Observed
+from paceline.model.graph_check import is_comparable
 from paceline.strategies.layout import CutBasis, Layout, ModelUse, Whole
+from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.step_sync import StepSync, SyncEveryStep

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 from paceline.job import Precision
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 from paceline.strategies.registry import strategies
 from paceline.strategies.strategy import Conflict
 

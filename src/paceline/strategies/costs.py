@@ -29,14 +29,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.cluster import Device, DeviceKind
-from paceline.plans import Plan
-from paceline.profile.calls import OperatorCalls
-from paceline.profile.profile import Product, Profile, Segment, Work
+from paceline.cluster.cluster import Device, DeviceKind
+from paceline.cluster.software import PACELINE, Software
+from paceline.model.cost.op_calls import OperatorCalls
+from paceline.model.cost.profile import Product, Profile, Segment, Work
 from paceline.simulate.allocator import ROUNDED_BYTES, ROUNDED_PART, Allocator, CpuHeap, CudaCaching
-from paceline.simulate.kept import KeptByIdentity
+from paceline.simulate.identity_cache import KeptByIdentity
 from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Compute, Event, Part
-from paceline.software import PACELINE, Software
+from paceline.strategies.plan import Plan
 from paceline.strategies.shared_barrier import SLOT_BYTES
 
 # NCCL keeps buffers for each channel of each connection that

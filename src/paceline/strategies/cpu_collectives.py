@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.waiting import waiting
+from paceline.base.waiting import waiting
 
 
 def gather_in_place(whole: torch.Tensor, group: dist.ProcessGroup) -> None:

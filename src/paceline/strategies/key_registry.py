@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 from paceline.strategies import extensions, modifiers
 from paceline.strategies.axes import Axis
 from paceline.strategies.compile.keys import KEYS as COMPILE

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.errors import PlanError, nearest
+from paceline.base.errors import PlanError, nearest
 from paceline.strategies.axes import Axis
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
     from paceline.strategies.synchronisation import Synchronisation
 
 Record = Literal["axes", "sync", "schedule", "modifiers"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.cluster import Device
+    from paceline.cluster.cluster import Device
     from paceline.job import Precision
 
 
@@ -164,21 +164,6 @@ class Layout(Ownership, Protocol):
         """Every gradient of this rank is complete over its replicas; make it so over its stages too."""
 
 
-def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors in what a module returns."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value):
-        for entry in fields(value):
-            yield from tensors_in(getattr(value, entry.name))
 
 
 class Whole:
@@ -233,7 +218,7 @@ class Whole:
 
     def _left_by_stand_in(self, batch: Batch) -> AbstractContextManager[None]:
         """What a forward without samples changes of a model is put back."""
-        from paceline.capture.attributes import state_of_forward_kept
+        from paceline.model.attributes import state_of_forward_kept
 
         never_cut = self.never_cut
         return nullcontext() if batch.samples else state_of_forward_kept(self.module, never_cut)

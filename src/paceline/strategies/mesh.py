@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from paceline.cluster import Device
-    from paceline.plans import Plan
+    from paceline.cluster.cluster import Device
+    from paceline.strategies.plan import Plan
 
 
 @dataclass(frozen=True)

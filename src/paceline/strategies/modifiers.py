@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import nearest
+from paceline.base.errors import nearest
 from paceline.strategies.keys import Key, PlanKeys, as_text, choice, count_or, is_count, whole_number
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
 
 SHARES_BY = ("equal", "speed", "memory")
 ALLOWED_SHARES = f"{'|'.join(SHARES_BY)}|A:B:..."

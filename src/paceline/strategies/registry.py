@@ -24,7 +24,7 @@ from paceline.strategies.strategy import Strategy
 from paceline.strategies.tensor.strategy import STRATEGY as TENSOR
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
 
 BUILT_IN: tuple[Strategy, ...] = (COMPILE, RECOMPUTE, TENSOR, PIPELINE, PLACE, SHARD, DATA, LOCAL, SERVER, COMPRESS)
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from paceline.errors import PeerLost
-from paceline.waiting import waiting
+from paceline.base.errors import PeerLost
+from paceline.base.waiting import waiting
 
 SLOT_BYTES = 2**16  # of the largest tensor that ranks exchange by such a barrier (`host_all_reduce.py`)
 # For so long a rank keeps its core awake; one that waits longer looks so often, and at its peers' processes likewise.

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.job import Precision
-    from paceline.planner.space import DeviceCounts, Limits
-    from paceline.plans import Plan
-    from paceline.profile.profile import Profile
+    from paceline.model.cost.profile import Profile
     from paceline.strategies.costs import CostModel
+    from paceline.strategies.limits import DeviceCounts, Limits
+    from paceline.strategies.plan import Plan
 
 # Which parameters a forward writes to, and which of them only while their block isn't running, so that the parts that
 # ranks hold can be written to; whether its values choose between blocks; which parameters autocast casts.

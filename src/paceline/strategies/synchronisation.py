@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from paceline.plans import Axes, Plan
     from paceline.strategies.local.keys import Local
+    from paceline.strategies.plan import Axes, Plan
 
 ZeroStage = Literal[1, 2, 3]
 
@@ -45,7 +45,7 @@ class Synchronisation:
 
     @property
     def leaves_state(self) -> bool:
-        """Whether what ranks hold between two updates is the whole state of a run; see `runtime/live.py`."""
+        """Whether what ranks hold between two updates is the whole state of a run; see `training/parts/live_state.py`."""
         return self.outer_steps is None
 
     @property

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.errors import UsageError
-from paceline.plans import Plan
+from paceline.base.errors import UsageError
 from paceline.strategies.compose import active
+from paceline.strategies.plan import Plan
 from paceline.transformers.rank import generates
 
 # Why an argument is refused where it is not what it is by default.

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from paceline.errors import CheckpointError
-from paceline.runtime import folder, state
-from paceline.runtime.checkpoint.read import open_checkpoint
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint.read import open_checkpoint
+from paceline.runs import folder
+from paceline.training import state
 
 _PLACE = "paceline"  # in a folder checkpoint-N
 _SCHEDULE, _FROZEN = "plateau.json", "frozen.json"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
 
 _NOT_CUT = (type(None), bool, int, float, str)
 

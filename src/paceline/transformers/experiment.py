@@ -14,13 +14,13 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
 from paceline.job import Job, Precision
 from paceline.job.losses import IGNORED, OwnLoss
-from paceline.proof.plain import rows
+from paceline.proof.reference_loop import rows
 from paceline.transformers.copies import copied
 from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
-from paceline.transformers.means import MeanCheck
+from paceline.transformers.loss_check import MeanCheck
 from paceline.transformers.optimizers import Recipe, follows_evaluations, schedule_of
 
 _NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients that it doesn't clip, too

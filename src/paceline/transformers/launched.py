@@ -12,8 +12,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from paceline.errors import UsageError
-from paceline.launch.environment import current
+from paceline.base.errors import UsageError
+from paceline.launch.hosts.environment import current
 
 _OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

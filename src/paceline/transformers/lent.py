@@ -14,10 +14,10 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from paceline.capture.attributes import AttributeSnapshot
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
 from paceline.job.modes import has_modes
-from paceline.runtime import state
+from paceline.model.attributes import AttributeSnapshot
+from paceline.training import state
 
 _T = torch.Tensor
 _READ_NO_VALUES: frozenset[Any] = frozenset({

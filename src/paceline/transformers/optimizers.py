@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.base.errors import UsageError
 
 
 def follows_evaluations(trainer: Any) -> bool:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.errors import PeerLost
-from paceline.runtime import state
-from paceline.runtime.checkpoint.write import Writer
-from paceline.runtime.feed import DataShard, MicroBatch, map_tensors
-from paceline.runtime.order import Order
-from paceline.runtime.prepare import autocast
-from paceline.runtime.stepper import Stepper
-from paceline.runtime.wire import decode, encode
+from paceline.base.errors import PeerLost
+from paceline.base.waiting import waiting
+from paceline.base.wire import decode, encode
+from paceline.checkpoint.write import Writer
+from paceline.job.order import Order
+from paceline.training import state
+from paceline.training.feed import DataShard, MicroBatch, map_tensors
+from paceline.training.prepare import autocast
+from paceline.training.stepper import Stepper
 from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
 from paceline.transformers.experiment import (
     CountedStream,
@@ -29,11 +30,10 @@ from paceline.transformers.experiment import (
     prefix_of,
 )
 from paceline.transformers.generation import heard_generation
-from paceline.waiting import waiting
 
 if TYPE_CHECKING:
     from paceline.job import Job
-    from paceline.launch.context import RankContext
+    from paceline.launch.process.context import RankContext
     from paceline.strategies.layout import Layout
     from paceline.strategies.mesh import Mesh
 

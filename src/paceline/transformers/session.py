@@ -11,19 +11,19 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.launch.environment import current
-from paceline.launch.fork import forks_can_use_cuda
-from paceline.launch.fresh import in_a_fresh_process
-from paceline.launch.launcher import Launcher
-from paceline.runtime.prepare import prepare_job
-from paceline.runtime.wire import decode, encode
+from paceline.base.fork import forks_can_use_cuda
+from paceline.base.wire import decode, encode
+from paceline.launch.hosts.environment import current
+from paceline.launch.local.launcher import Launcher
+from paceline.launch.process.subprocess_call import in_a_fresh_process
+from paceline.training.prepare import prepare_job
 from paceline.transformers.experiment import EpochPlace
 from paceline.transformers.generation import told_generation
 from paceline.transformers.rank import Evaluated, TrainerRank
 
 if TYPE_CHECKING:
     from paceline.job import Job
-    from paceline.launch.context import RankContext
+    from paceline.launch.process.context import RankContext
     from paceline.planner.resolve import Resolved
 
 _LOOK_S = 0.2
@@ -34,10 +34,10 @@ Follow = Callable[["RankContext", Path], TrainerRank]
 
 def serve(job: Job, resolved: Resolved, follow: Follow) -> None:
     """Ranks that hold a job's model under a plan and evaluate it, until they are told to end."""
-    from paceline.planner.resolve import devices_of
-    from paceline.runtime.products import float32_products
+    from paceline.planner.devices import devices_of
     from paceline.strategies.compose import load
     from paceline.strategies.mesh import Mesh
+    from paceline.training.products import float32_products
 
     load(resolved.plan)
 

@@ -16,13 +16,15 @@ from transformers import TrainingArguments
 from transformers.trainer import logger
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from paceline.errors import OutOfMemory, UsageError
+from paceline.api.plan_choice import is_auto
+from paceline.api.train import TrainRequest
+from paceline.base.errors import OutOfMemory, UsageError
+from paceline.base.fork import cuda_left_alone, forks_can_use_cuda
 from paceline.job import Job
-from paceline.launch.environment import current
-from paceline.launch.fork import cuda_left_alone, forks_can_use_cuda
-from paceline.launch.fresh import in_a_fresh_process
+from paceline.launch.hosts.environment import current
+from paceline.launch.process.subprocess_call import in_a_fresh_process
 from paceline.planner.resolve import resolve
-from paceline.plans import Plan
+from paceline.strategies.plan import Plan
 from paceline.transformers import arguments, checkpoints
 from paceline.transformers.devices import bring_to_cpu, use_cpu
 from paceline.transformers.experiment import EpochPlace, LoaderStream, evaluation_of, job_of, prefix_of
@@ -30,8 +32,6 @@ from paceline.transformers.launched import stand_alone
 from paceline.transformers.lent import Lent
 from paceline.transformers.optimizers import follows_evaluations
 from paceline.transformers.session import Session, serve
-from paceline.verbs.chosen import is_auto
-from paceline.verbs.train import TrainRequest
 
 if TYPE_CHECKING:
     from transformers import Trainer as _AnyTrainer

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, random_split
 
-from paceline.capture.randomness import WithoutRandomness
+from paceline.checkpoint.pieces import TensorPiece
+from paceline.checkpoint.staging import Staging
 from paceline.job import Job
-from paceline.runtime.checkpoint.pieces import TensorPiece
-from paceline.runtime.checkpoint.staging import Staging
-from paceline.runtime.feed import DataShard, MicroBatch, training_feed
-from paceline.runtime.order import Order, Window
-from paceline.runtime.prefetch import Prefetch
+from paceline.job.order import Order, Window
+from paceline.model.randomness import WithoutRandomness
+from paceline.training.feed import DataShard, MicroBatch, training_feed
+from paceline.training.prefetch import Prefetch
 
 
 class _Attention(nn.Module):
@@ -103,7 +103,7 @@ def device() -> dict[str, Any]:
 def generated() -> dict[str, Any]:
     """Of draws from a generator of the CPU, in code that makes tensors on a GPU: where each is, and whether it holds
     the numbers that the CPU draws."""
-    from paceline.runtime.step_draws import MakesOn
+    from paceline.training.own_step.step_draws import MakesOn
 
     draws: dict[str, Callable[[torch.Generator], Tensor]] = {
         "randn": lambda g: torch.randn(3, 2, generator=g), "randint": lambda g: torch.randint(9, (5,), generator=g),
@@ -138,7 +138,7 @@ def shared() -> dict[str, Any]:
     """Two tensors on one memory until one of them is written to, as on CUDA; how often that reads the device."""
     import pretended_cuda_device as counting
 
-    from paceline.capture.written import SeenValue
+    from paceline.model.copy_on_write import SeenValue
 
     observed: dict[str, Any] = {}
     writes = {"nothing": lambda x: x.sum() + x[1:].exp(), "in place": lambda x: x.add_(1),
@@ -180,7 +180,7 @@ def counts() -> dict[str, Any]:
 
 def poisoned() -> dict[str, Any]:
     """What the fork of a process that used CUDA can do; and of one whose backward ran on the CPU alone."""
-    from paceline.launch import fork
+    from paceline.base import fork
 
     fork._is_apart = False
     torch.ones(2, requires_grad=True).sum().backward()
@@ -198,7 +198,7 @@ def roundings() -> dict[str, list[float]]:
     """Of the coarsest numbers of one GPU's forwards: with TF32 as torch allows it by default, for matrix products only,
     and for nothing."""
     from paceline.proof.device import computing_on, tf32
-    from paceline.proof.reference import coarsest
+    from paceline.proof.tolerances import coarsest
     from pretended_cuda.jobs import JOBS
 
     backends: Any = torch.backends
@@ -227,8 +227,8 @@ class _Positions(nn.Module):
 
 def kept() -> list[int]:
     """Bytes that the pieces of a model keep, on the CPU and on a GPU."""
-    from paceline.capture.graph import capture
-    from paceline.capture.price import kept_bytes
+    from paceline.model.graph import capture
+    from paceline.model.graph_cost import kept_bytes
 
     kept_by_device_bytes = []
     for device in ("cpu", "cuda"):
@@ -241,7 +241,7 @@ def kept() -> list[int]:
 
 def exchanged() -> list[dict[str, Any]]:
     """What two ranks that share a GPU find of their messages. The process has not used CUDA."""
-    from paceline.launch import fork
+    from paceline.base import fork
     from pretended_cuda import exchange
 
     fork._is_apart = False
@@ -251,10 +251,10 @@ def exchanged() -> list[dict[str, Any]]:
 def tasks() -> list[dict[str, int]]:
     """What a pool's rank finds on its device when a task begins, and its peak at the end: a large task, then a small
     one. Objects are collected by the pool alone."""
-    from paceline.cluster import Cluster
-    from paceline.launch import fork
-    from paceline.launch.fault_policy import ALL_NEEDED
-    from paceline.launch.pool import Pool
+    from paceline.base import fork
+    from paceline.cluster.cluster import Cluster
+    from paceline.launch.local.pool import Pool
+    from paceline.launch.process.fault_policy import ALL_NEEDED
 
     def body(context: Any, num_mib: int, line: Any) -> dict[str, int]:
         gc.disable()
@@ -350,8 +350,8 @@ def _regression(model: Callable[[], nn.Module]) -> Any:
 def profiled() -> dict[str, Any]:
     """Where a model with kernels of its own is run for its profile, and what that says beside one without. The process
     has not used CUDA."""
-    from paceline.launch import fork
-    from paceline.profile import profile_job
+    from paceline.base import fork
+    from paceline.model.cost import profile_job
 
     fork._is_apart = False
     with tempfile.TemporaryDirectory() as folder:
@@ -368,8 +368,8 @@ def profiled() -> dict[str, Any]:
 def planned() -> dict[str, Any]:
     """What `plan` says of two GPUs, and whether forks of the process that asked can use them and run backward."""
     import paceline
-    from paceline.cluster import Cluster
-    from paceline.launch import fork
+    from paceline.base import fork
+    from paceline.cluster.cluster import Cluster
 
     fork._is_apart = False
     answer = paceline.plan(_regression(lambda: nn.Linear(8, 8)), Cluster.local("cuda:0-1"),
@@ -438,8 +438,8 @@ def examined() -> dict[str, Any]:
     """What doctor says of two pretended GPUs, of two whose all-reduce does not end, and of a look that doesn't."""
     import time
 
-    from paceline import doctor_gpus
-    from paceline.launch import fork
+    from paceline.base import fork
+    from paceline.doctor import gpus as doctor_gpus
 
     fork._is_apart = False
     doctor_gpus.COPIED_BYTES = 2**20

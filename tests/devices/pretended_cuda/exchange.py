@@ -11,9 +11,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from paceline.cluster import Cluster
-from paceline.launch.context import RankContext
-from paceline.launch.local import run_local
+from paceline.cluster.cluster import Cluster
+from paceline.launch.local.ranks import run_local
+from paceline.launch.process.context import RankContext
 
 SIZE = 2
 Exchange = Callable[[torch.device, torch.dtype], list[Tensor]]

@@ -177,9 +177,9 @@ if __name__ == "__main__":
     import runpy
 
     pretend(Path(sys.argv[1]))
-    import paceline.accelerators
+    import paceline.cluster.accelerators
 
-    paceline.accelerators.WORKSPACES = 0  # it has no cuBLAS
+    paceline.cluster.accelerators.WORKSPACES = 0  # it has no cuBLAS
     sys.path.insert(0, str(Path.cwd()))
     if sys.argv[2] == "-m":
         sys.argv = sys.argv[3:]

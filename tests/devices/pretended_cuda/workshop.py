@@ -23,19 +23,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline import accelerators, cluster
-from paceline.capture import compare
-from paceline.errors import PacelineError
-from paceline.launch import fork, process
-from paceline.launch.fork import die_with, in_a_fork
-from paceline.launch.imports import load_modules
-from paceline.profile import device as rates
-from paceline.runtime.checkpoint import write_json
-from paceline.runtime.checkpoint.staging import Staging
-from paceline.runtime.checkpoint.write import Writer
-from paceline.runtime.copies import Copier
-from paceline.runtime.stepper import Stepper
-from paceline.verbs import prediction
+from paceline.api import prediction
+from paceline.base import fork
+from paceline.base.errors import PacelineError
+from paceline.base.fork import die_with, in_a_fork
+from paceline.base.imports import load_modules
+from paceline.checkpoint import write_json
+from paceline.checkpoint.staging import Staging
+from paceline.checkpoint.write import Writer
+from paceline.cluster import accelerators, cluster
+from paceline.launch.process import rank_process as process
+from paceline.model import graph_check as compare
+from paceline.simulate import device as rates
+from paceline.training.parts.memory_checkpoint import Copier
+from paceline.training.stepper import Stepper
 from pretended_cuda import checks
 from pretended_cuda.jobs import JOBS
 
@@ -149,7 +150,7 @@ def _written(folder: Path, device: Any) -> Iterator[None]:
 @contextmanager
 def _unpriced() -> Iterator[None]:
     """Runs are not priced before they start, nor predicted: beside short runs that takes longer than they do."""
-    with (patch.object(sys.modules["paceline.verbs.train"], "price",
+    with (patch.object(sys.modules["paceline.api.train"], "price",
                        lambda job, resolved, chosen, snapshot: prediction.Priced(job, resolved, snapshot)),
           patch.object(prediction, "_predict", lambda priced, run_dir: write_json(
               run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))):

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.capture.randomness import means
+from paceline.model.randomness import means
 
 
 class Block(nn.Module):

@@ -11,14 +11,14 @@ from compiled_jobs import make_job, traced, traced_with_means
 from torch import nn
 
 import paceline
-from paceline.cluster import Cluster
+from paceline.api import auto, calibration
+from paceline.cluster.cluster import Cluster
 from paceline.job import Job
-from paceline.planner import rank
+from paceline.planner import search as rank
+from paceline.planner.break_even import Gain
 from paceline.planner.corrections import Calibration
-from paceline.planner.gain import Gain
-from paceline.plans import Plan
 from paceline.strategies.compile import run as compile_blocks
-from paceline.verbs import auto, calibration
+from paceline.strategies.plan import Plan
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
@@ -89,7 +89,7 @@ def test_a_long_run_is_planned_and_trained_with_compiled_blocks(monkeypatch: pyt
     assert chosen.plan.modifiers.compile == "blocks"
     assert chosen.estimate is not None and chosen.estimate.is_measured and chosen.estimate.start_s == 20.0
 
-    monkeypatch.setattr("paceline.verbs.auto.choose", lambda *args, **options: chosen)
+    monkeypatch.setattr("paceline.api.auto.choose", lambda *args, **options: chosen)
     summary = paceline.train(a_job(3), run=tmp_path)
     assert summary["plan"] == str(chosen.plan) and summary["compile"]["compiled"] > 0
 

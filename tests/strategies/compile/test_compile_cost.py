@@ -12,21 +12,22 @@ from compiled_jobs import Recurrent
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline.cluster import Device
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.cluster.cluster import Device
+from paceline.cluster.software import PACELINE
 from paceline.job import Job
+from paceline.model.cost import profile_job
+from paceline.model.cost.profile import Affine, Fused, Parameter, Profile, Segment, Work
+from paceline.planner.break_even import Gain
 from paceline.planner.corrections import Calibration, Corrections
 from paceline.planner.estimate import Estimate
-from paceline.planner.gain import Gain
 from paceline.planner.program import start_s, starts_late
-from paceline.planner.rank import Candidate, RankedPlans, compiling, search
-from paceline.planner.ranks import MemoryNeed
-from paceline.planner.space import DeviceCounts, Limits, compiled_variant
-from paceline.plans import Plan
-from paceline.profile import profile_job
-from paceline.profile.profile import Affine, Fused, Parameter, Profile, Segment, Work
-from paceline.software import PACELINE
+from paceline.planner.rank_kinds import MemoryNeed
+from paceline.planner.search import Candidate, RankedPlans, compiling, search
+from paceline.planner.space import compiled_variant
 from paceline.strategies.compile.cost import FIRST_S, KERNEL_S, narrow
+from paceline.strategies.limits import DeviceCounts, Limits
+from paceline.strategies.plan import Plan
 
 COMPILED = Plan.parse("single compile=blocks")
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline
-from paceline.errors import PlanRefused
-from paceline.launch.failure import RankFailed
-from paceline.plans import Plan
+from paceline.base.errors import PlanRefused
+from paceline.launch.process.failure import RankFailed
 from paceline.strategies.compile import run as compile_blocks
 from paceline.strategies.mesh import Mesh
+from paceline.strategies.plan import Plan
 
 # torch looks at the gradient of every input that it traces, and warns of it.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:The .grad attribute")]

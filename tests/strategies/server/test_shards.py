@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 from paceline.strategies.server.shards import ServedParameter, assign, fingerprint, mean_chunks
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.plans import Plan
+from paceline import Plan
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event
 from paceline.strategies.axes import Axis
 from paceline.strategies.costs import CostModel, HookPoint, Hooks, Step
@@ -19,7 +19,7 @@ from paceline.strategies.keys import PlanKeys
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
-    from paceline.planner.space import DeviceCounts, Limits
+    from paceline.strategies.limits import DeviceCounts, Limits
 
 AXIS = Axis("gossip", cuts_samples=True)
 BUFFERS = 3  # copies of the weights: what is sent, and what comes from each of two neighbours

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.plans import Plan
+from paceline import Plan
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures

@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.errors import MissingPackage, UsageError, nearest, with_extra
+from paceline.base.errors import MissingPackage, UsageError, nearest, with_extra
 
 if TYPE_CHECKING:
-    from paceline.callbacks.callback import Callback
     from paceline.callbacks.loggers.logger import Logger
+    from paceline.job.callback import Callback
 
 # By kind: the module and its class, and the package that it needs.
 _KINDS = {

@@ -7,14 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.callbacks.callback import Callback, EvaluationReport, StepReport
+from paceline.base.errors import Preempted
 from paceline.callbacks.images import Image
-from paceline.errors import Preempted
-from paceline.runtime.folder import LOGGERS
+from paceline.job.callback import Callback, EvaluationReport, StepReport
+from paceline.runs.folder import LOGGERS
 
 if TYPE_CHECKING:
-    from paceline.callbacks.handle import RunHandle
-    from paceline.verbs.result import Result
+    from paceline.job.callback import RunHandle
 
 Status = Literal["finished", "failed", "interrupted"]
 _OF_STEPS = ("loss", "lr", "gradient_norm", "loss_scale", "step_s")
@@ -65,11 +64,11 @@ class Logger(Callback, ABC):
             elif isinstance(value, Image):
                 self.image(step, name, value)
 
-    def on_end(self, run: RunHandle, result: Result) -> None:
+    def on_end(self, run: RunHandle, result: Any) -> None:
         self._close(run, "finished")
 
     def on_failure(self, run: RunHandle, error: BaseException) -> None:
-        from paceline.launch.failure import RankFailed
+        from paceline.launch.process.failure import RankFailed
 
         is_stop = isinstance(error, Preempted) or (isinstance(error, RankFailed) and error.failure.is_stop)
         self._close(run, "interrupted" if is_stop else "failed")
@@ -90,7 +89,7 @@ class Logger(Callback, ABC):
 
     def _note(self, run: RunHandle) -> None:
         """Leave word for whoever resumes the run."""
-        from paceline.runtime.checkpoint.write import write_json
+        from paceline.base.files import write_json
 
         path = run.folder / LOGGERS
         document = json.loads(path.read_text()) if path.exists() else {}

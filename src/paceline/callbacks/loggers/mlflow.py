@@ -15,10 +15,10 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.callbacks.handle import RunHandle
+from paceline.base.errors import UsageError, printable
 from paceline.callbacks.images import Image
 from paceline.callbacks.loggers.logger import Logger, Status
-from paceline.errors import UsageError, printable
+from paceline.job.callback import RunHandle
 
 _BATCH = 500  # metrics sent at a time; the server takes 1000
 _KEPT_S = 5.0  # that a metric is kept back at most, while steps come in and the server answers

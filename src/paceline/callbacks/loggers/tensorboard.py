@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.callbacks.handle import RunHandle
 from paceline.callbacks.images import Image
 from paceline.callbacks.loggers.logger import Logger, Status
+from paceline.job.callback import RunHandle
 
 
 class TensorBoard(Logger):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paceline.plans import Plan
-from paceline.profile.profile import Segment
+from paceline.model.cost.profile import Segment
 from paceline.simulate.program import Collective
 from paceline.strategies.costs import Step, small_all_reduce
+from paceline.strategies.plan import Plan
 from paceline.strategies.synchronisation import AllReduce
 
 # By what torch calls it on CPUs and on GPUs; the argument that says whether it takes the batch's statistics.

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from paceline.errors import PeerLost, TrainingError
+from paceline.base.errors import PeerLost, TrainingError
 from paceline.strategies.host_all_reduce import all_reduce
 from paceline.strategies.layout import Statistics
 

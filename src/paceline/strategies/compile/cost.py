@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.errors import PlanError
-from paceline.plans import Plan
-from paceline.profile.profile import Affine, Fused, Profile, Segment, Work
-from paceline.software import Software
+from paceline.base.errors import PlanError
+from paceline.cluster.software import Software
+from paceline.model.cost.profile import Affine, Fused, Profile, Segment, Work
 from paceline.strategies.costs import Hooks, Step
+from paceline.strategies.plan import Plan
 
 # Seconds of a core that a machine's first compilation takes on its own (g++ tries the processor's instructions, and
 # translates torch's headers), and those of each kernel, from tracing to g++. See docs/strategies/compile.md.

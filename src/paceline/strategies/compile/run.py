@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from paceline.capture.probe import NOTHING, Observed
-from paceline.capture.randomness import means, without_modes
-from paceline.errors import PlanRefused
+from paceline.base.errors import PlanRefused
+from paceline.model.forward_effects import NOTHING, Observed
+from paceline.model.randomness import means, without_modes
+from paceline.model.units import find_units, recurrent_units, refuse_scripted
 from paceline.strategies.batch_norm.run import is_joined
 from paceline.strategies.compile.cost import NOTHING_COMPILED, WITHOUT
 from paceline.strategies.compile.limit import compile_whole
 from paceline.strategies.compile.watch import CompilationWatch
-from paceline.strategies.units import find_units, recurrent_units, refuse_scripted
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
-    from paceline.capture.graph import Piece
-    from paceline.plans import Plan
+    from paceline.model.graph import Piece
     from paceline.strategies.mesh import Mesh
+    from paceline.strategies.plan import Plan
 _LOSES = "torch.compile would lose what it writes to its buffer '{}', which is a float64 scalar"
 # Ways to run one block that are compiled at most, where torch allows 8 for all blocks of one class together.
 MOST_WAYS = 8

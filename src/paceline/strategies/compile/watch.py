@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 import torch.distributed as dist
 
-from paceline.launch.logs import logger
-from paceline.launch.temporary import open_own
+from paceline.base.logs import logger
+from paceline.base.temporary import open_own
 from paceline.strategies.state_tensors import SavedState, StateTensor
 
 if TYPE_CHECKING:

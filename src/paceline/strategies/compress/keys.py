@@ -9,7 +9,7 @@ from paceline.strategies.keys import PlanKeys, choice
 from paceline.strategies.server.keys import Servers
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
 
 CompressName = Literal["none", "bf16", "int8", "topk", "powersgd"]
 COMPRESSIONS: tuple[CompressName, ...] = get_args(CompressName)

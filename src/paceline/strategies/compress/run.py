@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from paceline.errors import JobError
+from paceline.base.errors import JobError
 from paceline.strategies.compress import codec
 from paceline.strategies.compress.size import (
     POWERSGD_RANK,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paceline.plans import Plan
 from paceline.strategies.compress.keys import COMPRESSIONS, KEYS
+from paceline.strategies.plan import Plan
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
-    from paceline.planner.space import DeviceCounts, Limits
+    from paceline.strategies.limits import DeviceCounts, Limits
 
 
 def _relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:

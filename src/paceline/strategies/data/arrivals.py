@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from paceline.errors import TrainingError
+from paceline.base.errors import TrainingError
 
 
 class GradientArrivals:

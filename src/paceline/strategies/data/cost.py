@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from paceline.plans import Plan
-from paceline.profile.profile import Parameter, Profile
+from paceline.model.cost.profile import Parameter, Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
 from paceline.strategies.compress.size import PASSES, sent_bytes
 from paceline.strategies.costs import ADDED, Footprint, HookPoint, Hooks, Step, small_all_reduce
 from paceline.strategies.data.buckets import LARGEST_BUCKET_BYTES, assign
+from paceline.strategies.plan import Plan
 
 _AT_THE_END = -1  # after the backward of every segment
 COPIED = 2  # bytes moved a byte of gradient that is copied

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from paceline.base.waiting import waiting
 from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.host_all_reduce import all_reduce
 from paceline.strategies.shared_memory import HEADER_BYTES, shared_memory
-from paceline.waiting import waiting
 
 _BLOCK_BYTES = 2**18  # what is summed at a time: a block of each rank's stays in a core's cache until it is written
 _ALIGNED_BYTES = 64

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from paceline.capture.probe import NOTHING, Observed
-from paceline.launch.logs import logger
+from paceline.base.logs import logger
+from paceline.model.forward_effects import NOTHING, Observed
 from paceline.strategies.compress.run import Compressed
 from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.data.buckets import assign
@@ -29,9 +29,9 @@ from paceline.strategies.state_tensors import SavedState, StateTensor
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.plans import Plan
     from paceline.strategies.compose import GradientLook
     from paceline.strategies.mesh import Mesh
+    from paceline.strategies.plan import Plan
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 from paceline.strategies.keys import PlanKeys, choice, count
 from paceline.strategies.synchronisation import AllReduce, Synchronisation
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
 
 OuterName = Literal["average", "diloco"]
 OUTERS: tuple[OuterName, ...] = get_args(OuterName)

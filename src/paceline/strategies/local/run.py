@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from paceline.capture.probe import NOTHING, Observed
-from paceline.errors import JobError
+from paceline.base.errors import JobError
+from paceline.model.forward_effects import NOTHING, Observed
 from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.data.buckets import assign as assign_buckets
 from paceline.strategies.data.run import reduce_buckets, views
@@ -37,9 +37,9 @@ from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.plans import Plan
     from paceline.strategies.local.keys import Local
     from paceline.strategies.mesh import Mesh
+    from paceline.strategies.plan import Plan
 MOMENTUM, LEARNING_RATE = 0.9, 0.7  # Douillard et al. 2023, section 3
 LOCAL_WEIGHT = 0.5  # of its own weights, when a fragment arrives
 

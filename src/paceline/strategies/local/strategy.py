@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paceline.plans import Plan
 from paceline.strategies.costs import CostModel
 from paceline.strategies.local.cost import enter
 from paceline.strategies.local.keys import KEYS, Local
+from paceline.strategies.plan import Plan
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
-    from paceline.planner.space import DeviceCounts, Limits
+    from paceline.strategies.limits import DeviceCounts, Limits
 
 LOCAL_STEPS = (10, 100)  # that a search tries
 

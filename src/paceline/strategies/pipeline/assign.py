@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.capture.graph import Capture
-from paceline.capture.price import forward_flops
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.model.graph import Capture
+from paceline.model.graph_cost import forward_flops
 from paceline.strategies.pipeline.cut import balance
 from paceline.strategies.place.ledger import PieceMemory
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from paceline.errors import PlanError
-from paceline.plans import Plan
-from paceline.profile.profile import Affine, Parameter, Profile, Segment
-from paceline.software import Software
+from paceline.base.errors import PlanError
+from paceline.cluster.software import Software
+from paceline.model.cost.profile import Affine, Parameter, Profile, Segment
 from paceline.strategies.pipeline.cut import balance
 from paceline.strategies.pipeline.keys import ScheduleName, splits_backward
 from paceline.strategies.pipeline.schedule import Action, schedule, stages_of
+from paceline.strategies.plan import Plan
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 
 
 def balance(work: Sequence[float], held_bytes: Sequence[float], kept_bytes: Sequence[float], *,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 from paceline.strategies.axes import Axis
 from paceline.strategies.keys import PlanKeys, choice, count, count_or
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.strategies.pipeline.keys import ScheduleName, splits_backward
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
 
 # F forward, B backward, I the gradients of inputs alone, W those of weights.
 ActionKind = Literal["F", "B", "I", "W"]

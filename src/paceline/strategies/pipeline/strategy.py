@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from paceline.errors import PlanError
-from paceline.plans import Plan
+from paceline.base.errors import PlanError
 from paceline.strategies.pipeline.keys import KEYS, SCHEDULES, splits_backward
 from paceline.strategies.pipeline.schedule import bubble, schedule
+from paceline.strategies.plan import Plan
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
-    from paceline.planner.space import Limits
+    from paceline.strategies.limits import Limits
 
 MOST_VIRTUAL = 4  # stages a rank, that a search tries
 

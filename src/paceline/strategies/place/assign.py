@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.capture.graph import Capture, Piece
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.model.graph import Capture, Piece
 from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.place.file import Placement
 from paceline.strategies.place.ledger import PieceMemory, by_device, table

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from paceline.errors import PlanError, nearest
+from paceline.base.errors import PlanError, nearest
 
 EXAMPLE = '[parts]\n0 = ["embed", "blocks.0"]\n1 = ["blocks.*", "head"]'
 

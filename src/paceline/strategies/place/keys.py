@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 from paceline.strategies.axes import Axis
 from paceline.strategies.keys import Key, PlanKeys
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
 
 
 def _problem(value: Any) -> str:

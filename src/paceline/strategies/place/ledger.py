@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.tables import aligned
+from paceline.base.tables import aligned
 
 MIB = 2**20
 

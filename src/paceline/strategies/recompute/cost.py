@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.profile.profile import Affine, Segment, Work
+from paceline.model.cost.profile import Affine, Segment, Work
 from paceline.simulate.allocator import holes_of_freed
 from paceline.simulate.program import Allocate, Compute, Event, free
 from paceline.strategies.costs import HookPoint, Hooks, Step, compute

@@ -12,18 +12,18 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from paceline.capture.forward_state import ForwardState
-from paceline.capture.probe import NOTHING, Observed
-from paceline.capture.written import SeenValue
-from paceline.errors import PlanRefused
-from paceline.strategies.recompute.attention import Selective
-from paceline.strategies.units import find_units, refuse_scripted
+from paceline.base.errors import PlanRefused
+from paceline.model.attention import Selective
+from paceline.model.copy_on_write import SeenValue
+from paceline.model.forward_effects import NOTHING, Observed
+from paceline.model.forward_state import ForwardState
+from paceline.model.units import find_units, refuse_scripted
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
+    from paceline.strategies.plan import Plan
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from paceline.errors import PlanError
-from paceline.plans import Plan
-from paceline.profile.profile import Profile
+from paceline.base.errors import PlanError
+from paceline.model.cost.profile import Profile
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, CollectiveName, Compute, Event
 from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
+from paceline.strategies.plan import Plan
 from paceline.strategies.server.keys import Servers
 from paceline.strategies.server.shards import BYTES_BEFORE_BF16, CHUNKS, mean_chunks
 

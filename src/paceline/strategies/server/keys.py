@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 from paceline.strategies.keys import PlanKeys, as_text, choice, count, count_or
 from paceline.strategies.synchronisation import AllReduce, Synchronisation
 
 if TYPE_CHECKING:
-    from paceline.plans import Axes, Plan
+    from paceline.strategies.plan import Axes, Plan
 
 SERVER = count("server", "sync", "S", default=0, counts_ranks=True)
 WORKERS = count("workers", "sync", "W", default=0, counts_ranks=True)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 
 BYTES_BEFORE_BF16 = {"float32": 4, "float64": 8}  # of what compress=bf16 sends as bfloat16
 # One message has a sixteenth of what a server holds within these bounds: large enough that Python's work for it (50 us)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from paceline.plans import Plan
 from paceline.simulate.allocator import CPU_RUNTIME_BYTES
 from paceline.strategies.costs import CostModel
+from paceline.strategies.plan import Plan
 from paceline.strategies.server.cost import enter, hold, server_ledger
 from paceline.strategies.server.keys import KEYS, Servers
 from paceline.strategies.strategy import Conflict, Strategy
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.planner.space import DeviceCounts, Limits
-    from paceline.profile.profile import Profile
+    from paceline.model.cost.profile import Profile
+    from paceline.strategies.limits import DeviceCounts, Limits
 
 STALENESS = (1, 4, "inf")  # that a search tries
 
@@ -65,7 +65,7 @@ def _ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, int]
 
 def _held_elsewhere(model: nn.Module) -> Iterable[torch.Tensor]:
     """Tables whose rows lie on servers."""
-    from paceline.strategies.server.exchange.rows import tables
+    from paceline.strategies.server.tables import tables
 
     return [module.weight for module in tables(model).values()]
 
@@ -100,8 +100,8 @@ STRATEGY = Strategy(
     relaxed_plans=_relaxed_plans,
     cost=CostModel(enter, hold=hold),
     ranks_apart=_ranks_apart,
-    trainer="paceline.strategies.server.ranks.train",
-    fault_policy="paceline.strategies.server.ranks.roles:fault_policy",
+    trainer="paceline.servers.train",
+    fault_policy="paceline.servers.roles:fault_policy",
     keeps_weights_elsewhere=True,
     held_elsewhere=_held_elsewhere,
     observes=lambda plan: frozenset({"writes"}),

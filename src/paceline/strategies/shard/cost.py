@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from paceline.plans import Plan
-from paceline.profile.profile import Parameter, Profile
+from paceline.model.cost.profile import Parameter, Profile
 from paceline.simulate.allocator import holes_of_gathered
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
 from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step, reduce_scatter_on, small_all_reduce
+from paceline.strategies.plan import Plan
 
 # What FSDP2's hooks cost around one gathering or reduction of a unit, in Python. Measured; see docs/formulas.md.
 HOOK_S = 800e-6

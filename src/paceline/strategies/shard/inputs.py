@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from paceline.capture.written import lazy_copy
-from paceline.errors import PlanRefused
+from paceline.base.errors import PlanRefused
+from paceline.model.copy_on_write import lazy_copy
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
 from paceline.strategies.axes import Axis
 from paceline.strategies.keys import Key, PlanKeys, is_count, whole_number
 from paceline.strategies.synchronisation import AllReduce
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
 
 ZERO = Key("zero", "sync", 3, "1|2|3", lambda name, text: whole_number(name, text, allowed="1|2|3"),
            lambda value: "" if is_count(value) and value <= 3 else f"zero={value} must be 1, 2 or 3")

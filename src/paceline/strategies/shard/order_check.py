@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.errors import TrainingError
+from paceline.base.errors import TrainingError
+from paceline.base.waiting import waiting
 from paceline.strategies.host_all_reduce import all_reduce
-from paceline.waiting import waiting
 
 ALIKE = 3  # forwards after which ranks expect the next unit without asking
 MOST_PLACES = 10_000  # that are kept, 3 MB: a model that leaves out blocks by chance goes another way each time

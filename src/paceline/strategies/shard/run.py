@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.capture.probe import NOTHING, Observed, owner
-from paceline.errors import JobError, PlanRefused
-from paceline.launch.logs import logger
+from paceline.base.errors import JobError, PlanRefused
+from paceline.base.logs import logger
+from paceline.model.forward_effects import NOTHING, Observed, owner
+from paceline.model.tensors import tensors_in
+from paceline.model.units import find_units, is_callable, name_in_model, refuse_scripted
 from paceline.strategies.data.run import GradientBuckets
-from paceline.strategies.layout import tensors_in
 from paceline.strategies.mesh import is_about_parts
 from paceline.strategies.shard.exchange import exchange_in_place
 from paceline.strategies.shard.hooks import Hooks, hooks_of
@@ -34,15 +35,14 @@ from paceline.strategies.shard.order_check import OrderCheck
 from paceline.strategies.shard.recurrent import keep_in_place
 from paceline.strategies.shard.unused import reduce_unused
 from paceline.strategies.state_tensors import SavedState, StateTensor
-from paceline.strategies.units import find_units, is_callable, name_in_model, refuse_scripted
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
-    from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
+    from paceline.strategies.plan import Plan
 
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,

@@ -10,7 +10,7 @@ from paceline.strategies.shard.keys import KEYS
 from paceline.strategies.strategy import Observation, Strategy
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
+    from paceline.strategies.plan import Plan
 
 
 def _observes(plan: Plan) -> frozenset[Observation]:

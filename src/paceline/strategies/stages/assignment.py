@@ -8,12 +8,11 @@ from pathlib import Path
 
 from torch import nn
 
-from paceline.capture.graph import Capture
-from paceline.capture.price import forward_flops, kept_bytes
-from paceline.cluster import CPU_FLOPS_PER_BYTE, Device
-from paceline.errors import PlanError
+from paceline.base.errors import PlanError
+from paceline.cluster.cluster import CPU_FLOPS_PER_BYTE, Device
 from paceline.job import Precision
-from paceline.plans import Plan
+from paceline.model.graph import Capture
+from paceline.model.graph_cost import forward_flops, kept_bytes
 from paceline.strategies.costs import allocator_of
 from paceline.strategies.mesh import weakest
 from paceline.strategies.pipeline.assign import assign
@@ -21,6 +20,7 @@ from paceline.strategies.pipeline.schedule import Action, in_flight, schedule
 from paceline.strategies.place.assign import in_turn, place_automatically, place_by_file, stages
 from paceline.strategies.place.file import read_placement
 from paceline.strategies.place.ledger import PieceMemory
+from paceline.strategies.plan import Plan
 
 EXAMPLE_SAMPLES = 2  # of the small batch that a model is captured with
 

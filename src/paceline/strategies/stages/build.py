@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.capture.compare import MAX_BYTES, first_difference, is_comparable
-from paceline.capture.examine import WHOLE_MODEL_PLANS, Findings, examine
-from paceline.capture.graph import Capture, CaptureFailed, capture, capture_or_learn, take_whole
-from paceline.capture.losses import refuse_readers
-from paceline.capture.opaque import OpaqueModules
-from paceline.capture.state import state_kept
-from paceline.errors import PacelineError, PlanRefused
-from paceline.launch.fork import in_a_fork
-from paceline.launch.logs import logger
+from paceline.base.errors import PacelineError, PlanRefused
+from paceline.base.fork import in_a_fork
+from paceline.base.logs import logger
+from paceline.model.graph import Capture, CaptureFailed, capture, capture_or_learn, take_whole
+from paceline.model.graph_check import MAX_BYTES, first_difference, is_comparable
+from paceline.model.graph_limits import WHOLE_MODEL_PLANS, Findings, examine
+from paceline.model.losses import refuse_readers
+from paceline.model.opaque import OpaqueModules
+from paceline.model.state_snapshot import state_kept
+from paceline.model.units import refuse_scripted
 from paceline.strategies.compile.run import refuse_compiled
 from paceline.strategies.layout import Batch, CutBasis, ModelUse
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
@@ -27,11 +28,10 @@ from paceline.strategies.stages.layout import CapturedModel, Stages, first_names
 from paceline.strategies.tensor.piece import CutRules
 from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import TensorSplit, derive
-from paceline.strategies.units import refuse_scripted
 
 if TYPE_CHECKING:
-    from paceline.plans import Plan
     from paceline.strategies.mesh import Mesh
+    from paceline.strategies.plan import Plan
 
 
 def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh,

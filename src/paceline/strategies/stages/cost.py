@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.profile.profile import Profile
+from paceline.model.cost.profile import Profile
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Receive, Repeat, Send, free
 from paceline.strategies.costs import HookPoint, MomentName, backward_moments, compute, forward_moments
 from paceline.strategies.pipeline.schedule import Action

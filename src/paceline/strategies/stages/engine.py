@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.capture.graph import Capture, Constant, Piece, Value
+from paceline.base.waiting import waiting
+from paceline.model.graph import Capture, Constant, Piece, Value
 from paceline.strategies.pipeline.schedule import Action
-from paceline.waiting import waiting
 
 RunPiece = Callable[[Piece, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 

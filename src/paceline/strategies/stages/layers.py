@@ -1,6 +1,6 @@
 """A captured model as layers that repeat: a profile that can be cut anywhere without another capture.
 
-Pieces that are alike and follow each other are one segment, as in a profile by dimensions (`models/transformer.py`), so
+Pieces that are alike and follow each other are one segment, as in a profile by dimensions (`model/reference/transformer.py`), so
 that a plan for thousands of devices is priced in milliseconds. Figures are lines through two captures.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.profile.profile import Affine, Parameter, Product, Profile, Segment, TensorCut, Work, folded
+from paceline.model.cost.profile import Affine, Parameter, Product, Profile, Segment, TensorCut, Work, folded
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES
 from paceline.strategies.stages.price import LOSS, SplitJob
 
 SAMPLES = (EXAMPLE_SAMPLES, 2 * EXAMPLE_SAMPLES)  # of the two captures
 # Of what a transformer layer keeps and moves for a token, this many times its output is done whole by each rank of a
-# tensor axis: norms, sums and their inputs. As counted for `models/transformer.py`; a rough figure for other layers.
+# tensor axis: norms, sums and their inputs. As counted for `model/reference/transformer.py`; a rough figure for other layers.
 WHOLE_KEPT, WHOLE_MOVED = 4, 10
 TENSOR_NOTE = ("tensor=N: every matrix that can be is taken to be split, and a layer to exchange its output once, or "
                "twice if it has attention")

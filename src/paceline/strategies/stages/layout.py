@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paceline.capture.graph import Capture, Piece, capture
-from paceline.capture.opaque import OpaqueModules
-from paceline.capture.probe import sparsely_trained
-from paceline.capture.reads import frozen
-from paceline.errors import JobError, PlanRefused
-from paceline.launch.logs import logger
+from paceline.base.errors import JobError, PlanRefused
+from paceline.base.logs import logger
+from paceline.model.forward_effects import sparsely_trained
+from paceline.model.graph import Capture, Piece, capture
+from paceline.model.opaque import OpaqueModules
+from paceline.model.reads import frozen
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
 from paceline.strategies.layout import Batch, Extent, MicrobatchWork, ModelUse
 from paceline.strategies.pipeline.schedule import Action

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.capture.graph import Piece
+from paceline.model.graph import Piece
+from paceline.model.units import name_in_model, name_of_attribute
 from paceline.strategies.tensor.run import TensorSplit
-from paceline.strategies.units import name_in_model, name_of_attribute
 
 
 class PieceModule(nn.Module):

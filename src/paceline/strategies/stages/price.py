@@ -11,20 +11,27 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.capture.graph import Capture, Piece, capture, capture_or_learn
-from paceline.capture.opaque import OpaqueModules
-from paceline.capture.price import INSIDE_OF_OPAQUE
-from paceline.cluster import Device
+from paceline.cluster.cluster import Device
 from paceline.job import Job
 from paceline.job.batches import collated, mapped
-from paceline.plans import Plan
-from paceline.profile.attention import SparedBySelective
-from paceline.profile.chains import left_out, shortened
-from paceline.profile.fakes import FakeModel
-from paceline.profile.profile import Affine, Parameter, Profile, Segment, TensorCut
-from paceline.profile.recorder import StepPosition, WorkRecorder
-from paceline.profile.trace import as_the_job_takes, autocast, fake_model, first_items, kept_generators, state_factor
+from paceline.model.cost.attention import SparedBySelective
+from paceline.model.cost.fakes import FakeModel
+from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, TensorCut
+from paceline.model.cost.recorder import StepPosition, WorkRecorder
+from paceline.model.cost.repeated_layers import left_out, shortened
+from paceline.model.cost.trace import (
+    as_the_job_takes,
+    autocast,
+    fake_model,
+    first_items,
+    kept_generators,
+    state_factor,
+)
+from paceline.model.graph import Capture, Piece, capture, capture_or_learn
+from paceline.model.graph_cost import INSIDE_OF_OPAQUE
+from paceline.model.opaque import OpaqueModules
 from paceline.strategies.pipeline.keys import splits_backward
+from paceline.strategies.plan import Plan
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, Assignment, assigned
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 from paceline.strategies.stages.engine import Staged, cut
@@ -35,7 +42,7 @@ from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import TensorSplit
 
 if TYPE_CHECKING:
-    from paceline.strategies.tensor.paper import Counted
+    from paceline.strategies.tensor.dry_run import Counted
     from paceline.strategies.tensor.program import Program
 
 # What the engine takes for an action beside its operators: messages waited for, bookkeeping. Fitted on a GPT of 128
@@ -191,7 +198,7 @@ class SplitJob:
             return WHOLE
         key = plan.axes.tensor, samples, plan.axes.shard > 1
         if key not in self._splits:
-            from paceline.strategies.tensor.paper import split_on_paper
+            from paceline.strategies.tensor.dry_run import split_on_paper
 
             args, kwargs = _arguments(self._batch(EXAMPLE_SAMPLES)[0])
             inputs = {name: self.built.mode.from_tensor(t, static_shapes=True)
@@ -229,7 +236,7 @@ class SplitJob:
 
     def _program(self, piece: Piece, capture: Capture, split: TensorSplit) -> tuple[Program, Counted]:
         """What a rank runs of a piece that is split. Recorded outside of the fake mode, as it has one of its own."""
-        from paceline.strategies.tensor.paper import program_of
+        from paceline.strategies.tensor.dry_run import program_of
 
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
@@ -304,7 +311,7 @@ class SplitJob:
         return _segment(LOSS, recorder, self._step_bytes(samples))
 
     def _step_bytes(self, samples: int) -> float:
-        """That a step touches; see `profile.trace`."""
+        """That a step touches; see `model.cost.trace`."""
         whole = self.whole
         model_bytes = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
         return model_bytes + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)

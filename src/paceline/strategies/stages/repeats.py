@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paceline.capture.opaque import Call, GrowingShape, ModuleCall, OpaqueModules, Outputs, record
-from paceline.profile.blocks import BlockOutput, Repeats, Run, returned
-from paceline.strategies.units import find_units
+from paceline.model.cost.blocks import BlockOutput, Repeats, Run, returned
+from paceline.model.opaque import Call, GrowingShape, ModuleCall, OpaqueModules, Outputs, record
+from paceline.model.units import find_units
 
 _HELD = ("_modules", "_parameters", "_buffers")
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from paceline.plans import Plan
-from paceline.profile.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work
+from paceline.cluster.software import Software
+from paceline.model.cost.profile import Affine, Core, Parameter, Product, Profile, Segment, TensorCut, Work
 from paceline.simulate.allocator import holes_of_exchanged
 from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Event
-from paceline.software import Software
 from paceline.strategies.costs import HookPoint, Hooks, Step, reduce_scatter_on
+from paceline.strategies.plan import Plan
 
 # Of what a layer keeps that its products don't divide, the part that are inputs of products: the results of two norms,
 # beside the inputs of the norms. They are gathered for products by columns.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from paceline.errors import PlanRefused
+from paceline.base.errors import PlanRefused
 from paceline.strategies.cpu_collectives import gather_in_place, reduce_scatter
 from paceline.strategies.tensor.cut import Cut
 

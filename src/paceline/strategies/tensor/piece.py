@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from paceline.capture.graph import Piece, mutated, statistics
+from paceline.model.graph import Piece, mutated, statistics
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.exchange import Exchanges, Sum, local_part
 from paceline.strategies.tensor.leaf import leaf_of

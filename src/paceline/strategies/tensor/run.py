@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.capture.graph import Capture, Piece, Value
-from paceline.capture.randomness import WithoutRandomness
-from paceline.errors import PlanRefused
-from paceline.software import SEQUENCE_BYTES
+from paceline.base.errors import PlanRefused
+from paceline.cluster.software import SEQUENCE_BYTES
+from paceline.model.graph import Capture, Piece, Value
+from paceline.model.randomness import WithoutRandomness
 from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.leaf import give_leaf

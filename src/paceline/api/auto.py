@@ -1,0 +1,88 @@
+"""`--plan auto`: the fastest exact plan that fits, found before a run in a small part of the run's own time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from paceline.api.calibration import calibrate, calibrate_best
+from paceline.api.links import with_links
+from paceline.api.plan_choice import Chosen
+from paceline.api.planning import nothing_fits
+from paceline.base.errors import PlanError, UsageError
+from paceline.base.fork import in_a_fork
+from paceline.cluster.accelerators import has_gpus
+from paceline.cluster.cluster import Cluster
+from paceline.job import Job
+from paceline.launch.hosts.environment import Environment
+from paceline.planner.problem import PlanningProblem
+from paceline.planner.remedies import remedies
+from paceline.planner.resolve import default_plan
+from paceline.planner.search import Candidate, reason
+from paceline.strategies.plan import Plan
+
+PART = 0.1  # of a run's predicted length that finding its plan may take
+LEAST_S, MOST_S = 1.0, 30.0  # of calibrations; less is worth none
+WORTH = 1.5  # times the best plan's step: what looks slower is not tried
+CUTTING_S = 6.0  # that finding out how a model can be cut must be worth, and trying it
+
+
+def choose(job: Job, plan: str | Plan | None, *, devices: str | None, procs: int | None, memory: str | None,
+           environment: Environment | None) -> Chosen:
+    """The plan for these devices; all of them are used where the user counted or named them.
+
+    Inside a launcher, whose ranks can't try plans, it is one replica a rank. What can't be priced is trained by
+    replicas, too.
+
+    Raises:
+        UsageError: 'auto' was asked for inside a launcher.
+        PlanError: nothing fits.
+    """
+    if environment is not None:
+        if plan is not None:
+            raise UsageError(f"plan 'auto' inside {environment.launcher}: its ranks have started, and plans are tried "
+                             "before", hint="paceline plan FILE says which plan is the fastest; name it")
+        return Chosen(default_plan(job, environment.world_size))
+    cluster = with_links(Cluster.local(devices, num_ranks=procs, memory=memory))
+    if cluster.are_shared:
+        raise PlanError(f"--devices {devices} lets ranks share a GPU: which plan is the fastest there says nothing",
+                        hint=f"name the plan to test, such as --plan data={len(cluster.devices)}")
+    if len(cluster.devices) == 1:
+        return Chosen(Plan())
+    if has_gpus():
+        text, why = in_a_fork(lambda: _named(_choose(job, cluster, may_be_fewer=devices is None and procs is None)))
+        return Chosen(Plan.parse(text), why)
+    return _choose(job, cluster, may_be_fewer=devices is None and procs is None)
+
+
+def _named(chosen: Chosen) -> tuple[str, str]:
+    return str(chosen.plan), chosen.why
+
+
+def _choose(job: Job, cluster: Cluster, *, may_be_fewer: bool) -> Chosen:
+    try:
+        problem = PlanningProblem.of(job, device=cluster.first_here)
+    except Exception as error:  # the model may do anything when it is profiled
+        return Chosen(default_plan(job, len(cluster.devices)), f"it can't be priced: {error}".partition("\n")[0])
+    return _search(replace(problem, may_be_fewer=may_be_fewer), cluster)
+
+
+def _search(problem: PlanningProblem, cluster: Cluster) -> Chosen:
+    """First by prediction alone, among plans that leave the model whole; then, where the run is long enough, by trying
+    the best of all."""
+    plans = replace(problem, may_split=False, times_operators=False).search(cluster)
+    budget_s = _budget_s(problem.job, plans.chosen)
+    if plans.chosen is None or budget_s >= CUTTING_S:
+        plans = replace(problem, times_operators=budget_s >= CUTTING_S).search(cluster)
+    if budget_s >= LEAST_S and not has_gpus():  # this process uses CUDA by now, and its forks can't
+        plans = calibrate_best(plans, partial(calibrate, problem.job, cluster), budget_s=budget_s, worth=WORTH)
+    if plans.chosen is None:
+        raise nothing_fits(plans, "these devices", remedies(problem, cluster))
+    return Chosen(plans.chosen.plan, reason(plans.chosen, plans.chosen), plans.chosen.estimate, problem.profile)
+
+
+def _budget_s(job: Job, best: Candidate | None) -> float:
+    """Of calibrations."""
+    if best is None or job.total_steps is None:
+        return MOST_S
+    return min(MOST_S, PART * job.total_steps * best.estimate.step_s)

@@ -1,0 +1,210 @@
+"""How long ranks of this machine wait for each other: measured with as many as there will be, kept in a cache.
+
+CPU ranks compute and meet in turns, because they share cores. GPU ranks gather and sum over NCCL, because only the
+speed that they reach counts, through bridges, switches, both processors of a host or its memory.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from paceline.cluster.cluster import LOOPBACK, Cluster, DeviceKind, Link, usable_cores
+from paceline.launch.process.context import RankContext
+from paceline.launch.process.failure import RankFailed
+from paceline.model.cost import cache
+
+FIGURES = ("bytes_per_s", "latency_s", "wait_s", "late_s", "small_s", "small_late_s")  # of a link, that are kept
+CACHED = "links"  # by the number of CPU ranks, or by the numbers of the GPUs
+MOST_RANKS = 8  # with so many at most; more wait as those do
+SMALL, LARGE, ROUNDS = 40, 24, 2  # collectives of each size that are timed; times that small ones are
+SMALL_NUMBERS = 1024  # in a small one: one number takes half as long as 16 do, or 8,192, because it is not cut in parts
+LARGE_BYTES = 8 * 2**20  # gathered by each rank
+# Products of matrices of this side that each rank computes before each collective: half a millisecond of them, and
+# `LATE_AFTER_S`, after which ranks come at different times.
+BUSY_SIDE, FEW_PRODUCTS, MANY_PRODUCTS = 256, 1, 30
+SLOWEST = 0.02  # of exchanges, as a part, that don't count: the machine may have paused
+GPU_LARGE_BYTES = 128 * 2**20  # gathered by each GPU: some buckets of gradients
+# Of the cores' time that ranks get where nothing else runs: 0.97 to 1.0, and 0.27 beside two busy processes (2 cores).
+# Figures that were measured with less are those of a busy machine.
+QUIET_SHARE = 0.8
+BUSY = "measured while other work had these cores"
+TIMEOUT_S = 30.0
+GPU_TIMEOUT_S = 90.0  # NCCL looks at the wires first, and opens channels
+
+
+def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:
+    """The cluster with what its ranks were found to wait for a collective, by their number.
+
+    Takes some seconds the first time: ranks are started. Described devices stay as they are, and so does a cluster
+    whose ranks can't be started; of GPUs that is said. Figures of a machine that was busy with something else are used,
+    but not kept.
+
+    measure: whether what is not in the cache is measured; no where ranks are at work.
+    """
+    devices = cluster.devices
+    names = {str(device) for device in devices}
+    if cluster.nodes or len(names) < max(2, len(devices)) or len({device.kind for device in devices}) > 1:
+        return cluster
+    if devices[0].kind == "cuda":
+        return _with_gpu_links(cluster, measure=measure)
+    links = _read("cpu")
+    wanted = _counts(len(devices))
+    missing = [count for count in wanted if str(count) not in links]
+    if missing and measure:
+        with suppress(RankFailed, OSError):
+            measured = {str(count): measure_link(cluster, count) for count in missing}
+            quiet = {count: link for count, link in measured.items() if link.source != BUSY}
+            if quiet:
+                _write("cpu", links | quiet)
+            if len(quiet) < len(measured):
+                print("note: other work had these cores while the time of messages between ranks was measured, so "
+                      "predictions are rougher; it is measured again next time", file=sys.stderr)
+            links |= measured
+    return replace(cluster, links=tuple((count, links[str(count)]) for count in wanted if str(count) in links))
+
+
+def _with_gpu_links(cluster: Cluster, *, measure: bool) -> Cluster:
+    """Measured on the first 2, 4, 8 and all GPUs: other ones may be wired otherwise."""
+    names = {count: ",".join(str(device.index) for device in cluster.devices[:count])
+             for count in _counts(len(cluster.devices))}
+    links = _read("cuda")
+    missing = [count for count, name in names.items() if name not in links]
+    if missing and measure:
+        try:
+            links |= {names[count]: measure_link(cluster, count) for count in missing}
+            _write("cuda", links)
+        except (RankFailed, OSError) as error:
+            print(f"warning: the links between GPUs could not be measured ({str(error).partition(chr(10))[0]}): they "
+                  f"count as {cluster.link.source}; paceline doctor says more", file=sys.stderr)
+    return replace(cluster, links=tuple((count, replace(links[name], source=f"measured between {count} GPUs"))
+                                        for count, name in names.items() if name in links))
+
+
+def measure_link(cluster: Cluster, num_ranks: int) -> Link:
+    """Between so many CPU ranks that compute and meet in turns, as in training, or between the first so many GPUs.
+
+    Raises:
+        RankFailed: a rank failed. PacelineError: ranks can't be started from this process.
+    """
+    from paceline.launch.local.ranks import run_local
+
+    if cluster.devices[0].kind == "cuda":
+        return Link(*run_local(_gpu_rank_times, cluster.devices[:num_ranks], timeout_s=GPU_TIMEOUT_S)[0])
+    devices = [replace(cluster.devices[0], index=index, is_limit=False) for index in range(num_ranks)]
+    return Link(*run_local(_rank_times, devices, timeout_s=TIMEOUT_S)[0])
+
+
+def _counts(num_devices: int) -> list[int]:
+    """2, 4, 8 and all, as far as there are devices."""
+    most = min(num_devices, MOST_RANKS)
+    return sorted({most, *(count for count in (2, 4, 8) if count <= most)})
+
+
+def _rank_times(context: RankContext) -> tuple[float, float, float, float, float, float, str]:
+    """A link's figures, as this rank sees them, and where they come from. Collective over the default group.
+
+    Each is a mean, because a step has many collectives, and one in ten takes several times as long as the median. Of
+    rounds the faster one counts: whatever else uses the machine only makes them slower. The rate is that of gatherings
+    one after another: ranks that compute before them come late by as much as a large one takes.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from paceline.strategies import host_all_reduce
+    from paceline.strategies.cpu_collectives import gather_in_place
+
+    n, matrix = context.world_size, torch.ones(BUSY_SIDE, BUSY_SIDE)
+    small, whole = torch.zeros(SMALL_NUMBERS), torch.zeros(LARGE_BYTES // 4 // n * n)
+
+    def each_s(times: int, collective: Callable[[], object], products: int = MANY_PRODUCTS) -> float:
+        """Of a collective after products."""
+        collective()
+        seconds = []
+        for _ in range(times):
+            for _ in range(products):
+                matrix @ matrix
+            began_s = time.perf_counter()
+            collective()
+            seconds.append(time.perf_counter() - began_s)
+        return statistics.mean(sorted(seconds)[:math.ceil((1 - SLOWEST) * times)])
+
+    def at_once_and_late_s(collective: Callable[[], object], aside_s: float = 0.0) -> tuple[float, float]:
+        few_s, many_s = (max(0.0, min(each_s(SMALL, collective, products) for _ in range(ROUNDS)) - aside_s)
+                         for products in (FEW_PRODUCTS, MANY_PRODUCTS))
+        return few_s, max(0.0, many_s - few_s)
+
+    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+    each_s(SMALL, lambda: None)
+    share = torch.tensor((time.thread_time() - began_cpu_s) / (time.perf_counter() - began_s))
+    dist.all_reduce(share, dist.ReduceOp.MIN)
+    is_quiet = float(share) >= QUIET_SHARE * min(1.0, usable_cores() / n)
+    wait_s, late_s = at_once_and_late_s(lambda: dist.all_reduce(small), 2 * (n - 1) * LOOPBACK.latency_s)
+    small_s, small_late_s = at_once_and_late_s(lambda: host_all_reduce.all_reduce(small))
+    group, tiny = dist.group.WORLD, torch.zeros(n)
+    assert group is not None
+    large_s, tiny_s = (min(each_s(LARGE, partial(gather_in_place, tensor, group), 0) for _ in range(ROUNDS))
+                       for tensor in (whole, tiny))
+    moving_s = max(0.0, large_s - tiny_s)
+    bytes_per_s = (n - 1) / n * whole.nbytes / moving_s if moving_s else LOOPBACK.bytes_per_s
+    return (bytes_per_s, LOOPBACK.latency_s, wait_s, late_s, small_s, small_late_s,
+            "measured" if is_quiet else BUSY)
+
+
+def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
+    """A link's figures, as this rank sees them. Collective over the default group.
+
+    An all-reduce of one number is 2 (n-1) hops, a gathering is n-1 hops and (n-1)/n of its bytes on each rank's link.
+    """
+    import torch
+    import torch.distributed as dist
+
+    n, device = context.world_size, context.device
+    small = torch.zeros(1, device=device)
+    whole = torch.zeros(GPU_LARGE_BYTES // 4 // n * n, device=device)
+    part = whole.view(n, -1)[context.rank].clone()
+
+    def each_s(times: int, collective: Callable[[], object]) -> float:
+        collective()  # opens the connections
+        torch.cuda.synchronize(device)
+        began_s = time.perf_counter()
+        for _ in range(times):
+            collective()
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - began_s) / times
+
+    latency_s = each_s(SMALL, lambda: dist.all_reduce(small)) / (2 * (n - 1))
+    large_s = each_s(LARGE, lambda: dist.all_gather_into_tensor(whole, part))
+    moving_s = max(0.1 * large_s, large_s - (n - 1) * latency_s)
+    return (n - 1) * part.nbytes / moving_s, latency_s, 0.0
+
+
+def _write(kind: DeviceKind, links: Mapping[str, Link]) -> None:
+    cache.write(CACHED, kind, {name: [getattr(link, figure) for figure in FIGURES]
+                               for name, link in sorted(links.items(), key=lambda item: (len(item[0]), item[0]))})
+
+
+def _read(kind: DeviceKind) -> dict[str, Link]:
+    """What the cache has; nothing where it is missing or makes no sense."""
+    try:
+        links = {str(name): _link(*figures) for name, figures in cache.read(CACHED, kind).items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+    return links if all(0 < link.bytes_per_s < math.inf and 0 <= sum(_waits(link)) < math.inf
+                        for link in links.values()) else {}
+
+
+def _link(bytes_per_s: Any, latency_s: Any, wait_s: Any, late_s: Any, small_s: Any, small_late_s: Any) -> Link:
+    return Link(float(bytes_per_s), float(latency_s), float(wait_s), float(late_s),
+                None if small_s is None else float(small_s), float(small_late_s))
+
+
+def _waits(link: Link) -> tuple[float, ...]:
+    return link.wait_s, link.late_s, link.small_s or 0.0, link.small_late_s

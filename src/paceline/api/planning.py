@@ -1,0 +1,255 @@
+"""`plan`: which strategy is the fastest that fits, how fast and how sure that is, and why the others lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.api.calibration import calibrate, calibrate_best
+from paceline.api.fine_tuning import FineTuning
+from paceline.api.links import with_links
+from paceline.base.document import strict
+from paceline.base.errors import PlanError, UsageError
+from paceline.base.fork import in_a_fork
+from paceline.base.imports import without_collector
+from paceline.base.values import plain, value_of
+from paceline.cluster.accelerators import has_gpus
+from paceline.cluster.cluster import Cluster
+from paceline.job import Job, Precision
+from paceline.job.file import AnyJob, open_job
+from paceline.planner.estimate import Estimate, NotPriced
+from paceline.planner.fit import reduced_memory, set_aside
+from paceline.planner.goodput import Goodput, outlook
+from paceline.planner.problem import PlanningProblem
+from paceline.planner.remedies import Attempt, Remedy, remedies
+from paceline.planner.search import Candidate, RankedPlans, compiling, reason
+from paceline.planner.survival import REPAIR_HOURS, FailureRates
+from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
+from paceline.strategies.plan import Plan
+
+CALIBRATE_S = 20.0
+NEAREST = 3  # plans that are named where none fits
+OTHER_PRECISION: Mapping[Precision, Precision] = {"float32": "bf16", "bf16": "float32"}
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is planned for. smaller: changes of the job that need less memory on a cluster, by kind; those that its own
+    fields show are known anyway."""
+
+    job: Job
+    smaller: Callable[[Cluster], Sequence[Sequence[Attempt]]] = lambda cluster: ()
+
+    @classmethod
+    def of(cls, job: AnyJob | FineTuning) -> Planned:
+        """The job, loaded or made if it has to be."""
+        if isinstance(job, FineTuning):
+            return cls(job.job(), job.smaller)
+        return cls(open_job(job)[1])
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What another precision would bring to the chosen plan. estimate: why there is none where it is text."""
+
+    precision: Precision
+    estimate: Estimate | str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        if isinstance(self.estimate, str):
+            return {"precision": self.precision, "problem": self.estimate}
+        return {"precision": self.precision, "step_s": self.estimate.step_s, "fits": self.estimate.fits,
+                "memory_bytes": self.estimate.peak_memory_bytes}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `plan` found.
+
+    cluster: as it was asked for. batch: samples a step. flips: changes of hardware, and the plan that then is best.
+    notes: which figures are rough, and why. is_priced: whether plans are ranked by what they cost.
+    remedies: where nothing fits, changes under which something does, the least first.
+    advice: None for a precision that has no other. outlook: None unless failures were asked for.
+    """
+
+    cluster: str
+    batch: int
+    ranking: RankedPlans
+    flips: tuple[tuple[str, Candidate], ...]
+    notes: tuple[str, ...]
+    is_priced: bool = False
+    remedies: tuple[Remedy, ...] = ()
+    advice: Advice | None = None
+    outlook: Goodput | None = None
+
+    @property
+    def chosen(self) -> Plan | None:
+        """The best plan that fits, exact unless relaxed ones were asked for; None if none does."""
+        return self.ranking.chosen.plan if self.ranking.chosen is not None else None
+
+    def million_samples_cost(self, candidate: Candidate) -> float:
+        """In the unit of the price."""
+        return candidate.step_cost / self.batch * MILLION
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document of `--json`."""
+        chosen = self.ranking.chosen
+        return {"cluster": self.cluster, "chosen": str(chosen.plan) if chosen is not None else None,
+                "tried": self.ranking.num_tried, "notes": list(self.notes),
+                "flips": [{"change": name, "plan": str(candidate.plan)} for name, candidate in self.flips],
+                "refused": dict(self.ranking.refused),
+                **({"remedies": [remedy.to_dict() for remedy in self.remedies]} if chosen is None else {}),
+                "precision": self.advice.to_dict() if self.advice is not None else None,
+                "failures": self.outlook.to_dict() if self.outlook is not None else None,
+                "compiling": compiling(self.ranking) or None,
+                "plans": [self._row(candidate, chosen or candidate)
+                          for candidate in (*self.ranking.ranked, *self.ranking.too_large)]}
+
+    def _row(self, candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
+        estimate = candidate.estimate
+        cost = {"cost_per_million_samples": self.million_samples_cost(candidate)} if self.is_priced else {}
+        return {"plan": str(candidate.plan), "fits": estimate.fits, "step_s": estimate.step_s,
+                "step_s_low": estimate.low_s, "step_s_high": estimate.high_s,
+                "samples_per_s": self.batch / estimate.step_s, **cost, "measured": estimate.is_measured,
+                "memory_bytes": estimate.peak_memory_bytes, "missing_bytes": max(0, candidate.missing_bytes),
+                "breakdown": dict(estimate.breakdown), "relaxed": candidate.plan.relaxed is not None,
+                "reason": reason(candidate, chosen)}
+
+    def describe(self) -> str:
+        """For people: at most 100 columns."""
+        from paceline.api.planning_table import lines
+
+        return "\n".join(lines(self))
+
+    def write_html(self, to: str | Path, *, command: str = "paceline train JOB") -> Path:
+        """One HTML file that needs no network. Returns where it lies. command: that trains under a plan.
+
+        Raises:
+            UsageError: a package that draws is missing, or the file can't be written.
+        """
+        from paceline.reports.plans import write
+
+        return write(strict(self.to_dict()), Path(to), command=command)
+
+
+def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed: bool = False,
+         price_per_hour: float | None = None, mtbf_hours: float | None = None, repair_hours: float = REPAIR_HOURS,
+         checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S, calibrate_s: float = CALIBRATE_S) -> Answer:
+    """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
+
+    Args:
+        job: The job, a file that makes it, or the fine-tuning of a Transformers model.
+        cluster: What there is, or a word for it: "local", "2xcpu", "8xH100", "16x8xH100", "2x24GB", or a TOML file. On
+            this machine plans may leave devices out.
+        relaxed: Whether a plan may be chosen that gives something up against one device.
+        price_per_hour: Of a device. Plans are ranked by what a sample costs, and may leave devices out.
+        mtbf_hours: Mean time between failures of a device: for the best interval between checkpoints, and for what each
+            way to survive costs.
+        repair_hours: Until a host, or a GPU, that failed is back.
+        checkpoint_bytes_per_s: That a device writes of a checkpoint.
+        calibrate_s: Seconds after which no further plan is tried on devices that are here. A few steps of the most
+            promising plans, and of one of each kind, correct what is predicted; 0 predicts alone.
+
+    Raises:
+        JobError: the job makes no sense. ClusterError: the cluster can't be read. UsageError: a figure is not above 0.
+        PlanError: nothing could be priced.
+    """
+    if price_per_hour is not None and not 0 < price_per_hour < float("inf"):
+        raise UsageError(f"price_per_hour must be a number above 0, got {price_per_hour}")
+    rates = None if mtbf_hours is None else FailureRates(mtbf_hours, repair_hours, checkpoint_bytes_per_s)
+    planned = Planned.of(job)
+    target = with_links(Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
+    named = cluster if isinstance(cluster, str) else f"{len(target.devices)} devices"
+
+    def answer() -> Answer:
+        # Ranks are started on devices that are here alone, and would go on without the collector.
+        with without_collector() if target.nodes else nullcontext():
+            return _answer(planned, target, named, relaxed=relaxed, price_per_hour=price_per_hour, rates=rates,
+                           calibrate_s=calibrate_s)
+
+    if not has_gpus():
+        return answer()
+    answered: Answer = value_of(in_a_fork(lambda: plain(answer())))  # this process stays one whose forks can use CUDA
+    return answered
+
+
+def _answer(planned: Planned, cluster: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
+            rates: FailureRates | None, calibrate_s: float) -> Answer:
+    """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
+    loaded = planned.job
+    problem = PlanningProblem.of(loaded, price_per_hour, device=cluster.first_here)
+    ranking = problem.search(cluster, may_relax=relaxed)
+    if not ranking.ranked and not ranking.too_large:
+        raise _nothing_priced(problem, ranking, cluster)
+    if not cluster.nodes and not has_gpus():
+        ranking = calibrate_best(ranking, partial(calibrate, loaded, cluster), budget_s=calibrate_s)
+    chosen = ranking.chosen
+    notes = list(dict.fromkeys((*cluster.assumptions, *problem.profile.notes,
+                                *(note for candidate in ranking.ranked for note in candidate.estimate.notes))))
+    if loaded.step is not None:
+        notes.append("each model is priced as run once forward and, where it is trained, backward; a step that runs "
+                     "one several times is slower")
+    if problem.pieces.problem:
+        notes.append(f"plans that split the model are left out: {problem.pieces.problem}")
+    notes += _of_devices((*ranking.ranked, *ranking.too_large), chosen)
+    if (link := cluster.link_of_all).source:
+        notes.append(f"links between GPUs: {link.bytes_per_s / 1e9:.3g} GB/s, {link.source}")
+    if not cluster.nodes and has_gpus():
+        notes.append("no plan was tried: where there are GPUs, plans are compared by prediction alone")
+    return Answer(named, loaded.batch, ranking, tuple(problem.flips(ranking, cluster)), tuple(notes),
+                  problem.is_priced(cluster),
+                  remedies(problem, cluster, planned.smaller(cluster)) if chosen is None else (),
+                  _advice(problem, chosen, cluster),
+                  None if rates is None or chosen is None else outlook(problem, chosen, cluster, rates))
+
+
+def _nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Cluster) -> PlanError:
+    if ranking.refused:
+        why = "; ".join(f"{kind}: {text}" for kind, text in ranking.refused.items())
+        return PlanError(f"no plan could be priced: {why}")
+    limits, count = problem.limits(cluster), len(cluster.devices)
+    return PlanError(f"no plan uses all {count} devices: replicas (at most {limits.batch}, the batch), tensor (at most "
+                     f"{limits.tensor}) and stages (at most {max(1, limits.layers)}) must multiply to {count}",
+                     hint="a larger batch or fewer devices; with --price PER_HOUR, plans may leave devices out")
+
+
+def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
+    """What GPUs that are here don't have for tensors: what others hold, and what the chosen plan's ranks give away."""
+    notes = reduced_memory(need for candidate in candidates for need in candidate.estimate.needs)
+    aside = set_aside(max(chosen.estimate.needs, key=lambda need: need.total_bytes)) if chosen is not None else ""
+    return [*notes, aside] if aside else notes
+
+
+def nothing_fits(ranking: RankedPlans, cluster: str, changes: Sequence[Remedy] = ()) -> PlanError:
+    """Why no plan was chosen: the gap in bytes, the nearest plans, and changes under which one fits."""
+    nearest = sorted(ranking.too_large, key=lambda candidate: candidate.missing_bytes)[:NEAREST]
+    return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
+                     f"{nearest[0].missing_bytes:,} bytes over",
+                     hint="\n".join([*(f"'{candidate.plan}': {reason(candidate, candidate)}" for candidate in nearest),
+                                     *reduced_memory(need for candidate in nearest
+                                                     for need in candidate.estimate.needs),
+                                     *([f"what would fit, the least change first: {changes[0]}",
+                                        *map(str, changes[1:])] if changes else [])]))
+
+
+def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
+    """Of the chosen plan; forward and backward are traced again, for their tensors have other sizes. What was found to
+    be slower than predicted is taken to be as much slower in the other precision."""
+    precision = OTHER_PRECISION.get(problem.job.precision)
+    if chosen is None or precision is None:
+        return None
+    try:
+        other_problem = PlanningProblem.of(replace(problem.job, precision=precision), device=cluster.first_here,
+                                           like=problem)
+        other = other_problem.price(chosen.plan, cluster)
+        off = chosen.estimate.step_s / problem.price(chosen.plan, cluster).step_s
+    except (PlanError, NotPriced) as error:
+        return Advice(precision, str(error).partition("\n")[0])
+    return Advice(precision, replace(other, step_s=off * other.step_s, low_s=off * other.low_s,
+                                     high_s=off * other.high_s))

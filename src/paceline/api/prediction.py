@@ -1,0 +1,242 @@
+"""The prediction for a run beside what the run measured."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.api.links import with_links
+from paceline.base.errors import PacelineError, PlanError, in_words
+from paceline.base.fork import in_a_fork
+from paceline.base.values import plain, value_of
+from paceline.cluster.accelerators import has_gpus
+from paceline.cluster.gpu_use import apart_from_cuda
+from paceline.job import Job
+from paceline.planner.resolve import Resolved
+from paceline.runs import folder
+
+if TYPE_CHECKING:
+    from paceline.api.plan_choice import Chosen
+    from paceline.launch.process.heartbeats import HeartbeatTable
+    from paceline.model.cost import Profile
+    from paceline.planner.estimate import Estimate, SplitPrices
+
+FEW_STEPS = 10  # a run of fewer is mostly its start
+EXPLAINS = 0.5  # of what is missing, that a cause must be
+BUSY = 0.7  # runnable processes above a run's ranks from which others are in the way
+MEMORY_SPREAD, SMALL_BYTES = 0.15, 20 * 2**20  # by which a peak may be off, as a part and at the least
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A job's cost, as far as it is known before it runs.
+
+    estimate: where the planner has made one. problem: why there is no price.
+    """
+
+    job: Job
+    resolved: Resolved
+    snapshot: bool
+    profile: Profile | None = None
+    split: SplitPrices | None = None
+    estimate: Estimate | None = None
+    problem: str = ""
+
+
+def price(job: Job, resolved: Resolved, chosen: Chosen, *, snapshot: bool) -> Priced:
+    """Refuse a plan that doesn't fit where memory has a limit: one that the user set, or a GPU's.
+
+    Elsewhere nothing of the job runs in this process before its ranks have started, but for a plan that was chosen.
+
+    Raises:
+        PlanError: a rank needs more memory than its device has; with the ledger and the plans that fit.
+    """
+    priced = Priced(job, resolved, snapshot, chosen.profile, estimate=chosen.estimate)
+    if not any(device.is_limit or device.kind == "cuda" for device in resolved.cluster.devices):
+        return priced
+    if not has_gpus():
+        return _checked(priced)
+
+    def look() -> Any:
+        from paceline.planner.rank_kinds import gpu_rates
+
+        if resolved.cluster.devices[-1].kind == "cuda":
+            # Kept for the prediction: once ranks run, a measurement would be in their way.
+            with suppress(RuntimeError):
+                gpu_rates(resolved.cluster.devices[-1])
+        checked = _checked(priced)
+        return plain((checked.problem, checked.profile))
+
+    problem, profile = value_of(in_a_fork(look))
+    return replace(priced, problem=problem, profile=profile)
+
+
+def _checked(priced: Priced) -> Priced:
+    """With the job's cost.
+
+    Raises:
+        PlanError: see `price`.
+    """
+    from paceline.planner.fit import check_fits
+    from paceline.planner.pieces import LazyPieces
+
+    job, resolved = priced.job, priced.resolved
+    priced = _profiled(priced)
+    if priced.profile is None:
+        return priced
+    try:
+        check_fits(job, resolved.plan, resolved.cluster, priced.profile,
+                   priced.split or LazyPieces(job, priced.profile),
+                   snapshot=priced.snapshot)
+    except PlanError:
+        raise
+    except Exception as error:  # pieces of the model are run on fake tensors for their price
+        return _without_price(priced, error)
+    return priced
+
+
+def _without_price(priced: Priced, error: Exception) -> Priced:
+    problem = str(error) if isinstance(error, PacelineError) else in_words(error)
+    print(f"warning: no prediction: {problem}", file=sys.stderr)
+    return replace(priced, profile=None, problem=problem)
+
+
+def _profiled(priced: Priced) -> Priced:
+    """With the job's cost. A job that can't be profiled trains all the same."""
+    from paceline.model.cost import profile_job
+    from paceline.planner.multi_model import priced as as_priced
+    from paceline.strategies.stages.price import SplitJob
+
+    try:
+        priced = replace(priced, job=as_priced(priced.job))
+        profile = priced.profile or profile_job(priced.job, device=priced.resolved.cluster.first_here)
+        split = SplitJob(priced.job, profile) if priced.resolved.plan.splits_model else None
+    except Exception as error:  # the model may do anything when it is profiled
+        return _without_price(priced, error)
+    return replace(priced, profile=profile, split=split)
+
+
+def predict_once_started(board: HeartbeatTable, priced: Priced, run_dir: Path) -> None:
+    """Predict beside the ranks, when the first has taken a step and start-up is over: it takes a device's rates."""
+    while priced.estimate is None and board.read(0).step < 2:
+        if board.over:
+            return
+        time.sleep(0.05)
+    try:
+        apart_from_cuda(lambda: _predict(priced, run_dir))
+    except OSError as error:  # a full disk, or no run folder any more, which ranks tell of
+        print(f"warning: can't write {run_dir / folder.PREDICTED}: {error.strerror}", file=sys.stderr)
+
+
+def _predict(priced: Priced, run_dir: Path) -> None:
+    """Write the predicted figures into the run folder."""
+    from paceline.base.files import write_json
+
+    estimate = priced.estimate or _estimate(priced)
+    if estimate is None:
+        write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
+        return
+    times: dict[str, float | None] = {"step_s": estimate.step_s, "step_s_low": estimate.low_s,
+                                      "step_s_high": estimate.high_s}
+    if priced.resolved.cluster.are_shared:
+        times = dict.fromkeys(times)
+    write_json(run_dir / folder.PREDICTED, {
+        **times,
+        "peak_memory_bytes": estimate.peak_memory_bytes, "ledger": dict(estimate.ledger),
+        "breakdown": dict(estimate.breakdown),
+        "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in estimate.needs]})
+
+
+def _estimate(priced: Priced) -> Estimate | None:
+    from paceline.planner.estimate import estimate
+
+    if priced.profile is None and not priced.problem:
+        priced = _profiled(priced)
+    if priced.profile is None:
+        return None
+    job, resolved = priced.job, priced.resolved
+    try:
+        return estimate(priced.profile, resolved.plan, with_links(resolved.cluster, measure=False), batch=job.batch,
+                        precision=job.precision, split=priced.split, snapshot=priced.snapshot,
+                        times_operators=False)
+    except Exception as error:  # as above
+        _without_price(priced, error)
+        return None
+
+
+def sum_up(run_dir: Path, figures: dict[str, Any], priced: Priced) -> dict[str, Any]:
+    """Write the summary, with what was predicted; say so in a line where that was missed."""
+    from paceline.base.files import write_json
+
+    if not (run_dir / folder.PREDICTED).exists():
+        apart_from_cuda(lambda: _predict(priced, run_dir))
+    predicted = folder.read_document(run_dir, folder.PREDICTED)
+    figures = {**figures, "predicted": {key: predicted.get(key) for key in (
+        "step_s", "step_s_low", "step_s_high", "peak_memory_bytes")}}
+    if missed := miss(figures, load=os.getloadavg()[0]):
+        print(missed, file=sys.stderr, flush=True)
+    write_json(run_dir / folder.SUMMARY, figures)
+    return figures
+
+
+def miss(figures: Mapping[str, Any], *, load: float) -> str:
+    """A line about what was predicted wrongly, with its likeliest cause; empty if all is as it was said.
+
+    load: runnable processes of the machine, a minute's mean.
+    """
+    predicted = figures["predicted"]
+    low_s, high_s, took_s = predicted["step_s_low"], predicted["step_s_high"], figures["step_s"]
+    if low_s is None or not took_s or low_s <= took_s <= high_s:
+        return _memory_miss(figures)
+    return (f"a step took {1e3 * took_s:.3g} ms and {1e3 * low_s:.3g} to {1e3 * high_s:.3g} ms were predicted: "
+            f"{_cause(figures, load=load, late_s=took_s - high_s)}")
+
+
+def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
+    """late_s: by how much a step is longer than was predicted at most; negative if it is shorter."""
+    input_s, is_slower = figures.get("input_s", 0.0), late_s > 0
+    if figures["steps"] <= FEW_STEPS:
+        return f"{figures['steps']} steps are mostly a run's start"
+    if is_slower and input_s > EXPLAINS * late_s:
+        return f"reading data takes {1e3 * input_s:.3g} ms of it, which --loader-workers may hide"
+    if is_slower and load > figures["world_size"] + BUSY:
+        return f"other processes used the cores (a load of {load:.1f} with {figures['world_size']} ranks)"
+    if is_slower and figures.get("save_blocked_s", 0.0) > EXPLAINS * late_s * figures["steps"]:
+        return "checkpoints were written meanwhile"
+    return ("its operators are slower here than their rates say; paceline plan FILE tries plans and corrects them"
+            if is_slower else "the machine was busier, or colder, when its rates were taken")
+
+
+def _memory_miss(figures: Mapping[str, Any]) -> str:
+    predicted_bytes, measured_bytes = figures["predicted"]["peak_memory_bytes"], figures["peak_memory_bytes"]
+    if predicted_bytes is None or measured_bytes is None or abs(predicted_bytes - measured_bytes) <= max(
+            MEMORY_SPREAD * measured_bytes, SMALL_BYTES):
+        return ""
+    return (f"a rank needed {measured_bytes / 2**20:,.0f} MiB and {predicted_bytes / 2**20:,.0f} MiB were predicted: "
+            + ("tensors that no operator of the model shows, or holes in the heap" if measured_bytes > predicted_bytes
+               else "the heap has fewer holes than most have"))
+
+
+def what_would_fit(priced: Priced) -> str:
+    """For a run that ran out of memory: the ledger of its ranks, and the smallest change of plan that needs less."""
+    return str(apart_from_cuda(lambda: _what_would_fit(priced)))
+
+
+def _what_would_fit(priced: Priced) -> str:
+    from paceline.planner.fit import smallest_change
+    from paceline.planner.pieces import LazyPieces
+
+    priced = _profiled(priced)
+    if priced.profile is None:
+        return f"no ledger: {priced.problem}"
+    try:
+        return smallest_change(priced.job, priced.resolved.plan, priced.resolved.cluster, priced.profile,
+                               priced.split or LazyPieces(priced.job, priced.profile), snapshot=priced.snapshot)
+    except Exception as error:  # as above
+        return f"no ledger: {error}"

@@ -1,0 +1,141 @@
+"""What is wrong with a job and can be known before a run has a folder and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from paceline.base.errors import JobError, PacelineError
+from paceline.job import Job
+from paceline.strategies.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from paceline.job.pretrained import Weights
+
+
+def refuse_early(job: Job, plan: Plan) -> bool:
+    """Refuse what a rank would refuse when it has built the model. In a fork, as the job's own code runs there; what
+    can't be known there is left to the ranks.
+
+    Returns:
+        Whether there was anything to look at: `freeze`, `init`, `lr_schedule`, or models that the plan splits.
+
+    Raises:
+        JobError: a pattern of `freeze` that stands for nothing, initial weights that are not there or not the model's,
+            a schedule that waits for an evaluation that the job does not have.
+        PlanRefused: a loss runs a model that the plan splits by itself.
+    """
+    from paceline.base.fork import in_a_fork
+
+    if not (job.freeze or job.init is not None or job.lr_schedule is not None or (job.models and plan.splits_model)):
+        return False
+    with suppress(RuntimeError):
+        in_a_fork(lambda: _look(job, plan))
+    return True
+
+
+def refuse_few_pieces(job: Job, plan: Plan) -> None:
+    """Refuse a plan with more stages than the model has pieces, in a fork. A model with as many layers as the plan has
+    stages is left to the ranks, which cut it anyway.
+
+    Raises:
+        PlanError: with the pieces.
+    """
+    from paceline.base.fork import in_a_fork
+
+    if plan.splits_model and not job.models:
+        with suppress(RuntimeError):
+            in_a_fork(lambda: _cut(job, plan))
+
+
+def _cut(job: Job, plan: Plan) -> None:
+    from paceline.base.logs import redirect
+    from paceline.model.cost import profile_job
+    from paceline.model.cost.trace import fake_model
+    from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
+    from paceline.strategies.stages.price import SplitJob
+
+    redirect(None)
+    try:
+        built = fake_model(job)
+        num_layers = sum(any(True for _ in module.parameters(recurse=False)) for module in built.model.modules())
+        if num_layers >= math.prod(plan.model_cut) * plan.schedule.virtual:  # as many as stages, or more
+            return
+        split = SplitJob(job, profile_job(job, built=built), built=built)
+    except Exception:  # of the job's own code, or of a model that can't be captured: ranks say which
+        return
+    assigned(split.model, split.example, plan, samples=EXAMPLE_SAMPLES, state_factor=0.0, devices=(),
+             precision=job.precision)
+
+
+def _look(job: Job, plan: Plan) -> None:
+    from paceline.base.logs import redirect
+
+    redirect(None)  # the job's own code says all it says when it runs for the run
+    for check in (_schedule, _weights, lambda job: _step(job, plan)):
+        try:
+            check(job)
+        except PacelineError:
+            raise
+        except Exception:  # of the job's own code, which a rank shows with its lines
+            continue
+
+
+def _schedule(job: Job) -> None:
+    """Built for an optimizer of one weight: what kind it is does not depend on the optimizer."""
+    import torch
+
+    from paceline.job.own_step import spec
+    from paceline.training.optimizers.schedule import refuse_waiting
+
+    builds = [spec(each).lr_schedule for each in job.optimizers.values()] if job.models else [job.lr_schedule]
+    for build in builds:
+        if build is not None:
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+            refuse_waiting(job, [(build(optimizer), build)])
+
+
+def _weights(job: Job) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from paceline.model.cost.fakes import convertible
+    from paceline.model.cost.trace import build
+    from paceline.training.freezing import frozen_names
+    from paceline.training.initial import matched, source_of
+
+    sources = [(name, weights, source_of(weights).shapes) for name, weights in _initial(job)]
+    if not sources and not job.freeze:
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True), convertible():
+        model: nn.Module = build(job)
+    if job.freeze:
+        frozen_names(job, model)
+    for name, weights, shapes in sources:
+        try:
+            matched(weights, shapes, model.get_submodule(name))
+        except JobError as error:
+            raise JobError(f"'{name}': {error.args[0]}" if name else error.args[0], hint=error.hint) from error
+
+
+def _initial(job: Job) -> Iterator[tuple[str, Weights]]:
+    """What models begin with, each with the name of its model; what a function gives is left to the ranks."""
+    from paceline.job.own_step import init_of
+    from paceline.job.pretrained import Weights
+
+    sources: Iterator[tuple[str, Any]] = (
+        ((name, init_of(job, name)) for name in (*job.models, *job.followers)) if job.models
+        else iter([("", None if job.init is None else Weights.of(job.init))]))
+    return ((name, weights) for name, weights in sources if weights is not None and not callable(weights.source))
+
+
+def _step(job: Job, plan: Plan) -> None:
+    from paceline.training.own_step.named_parts import TRIED_SAMPLES
+    from paceline.training.own_step.recorded import recorded, refuse_to_split
+
+    if job.models and plan.splits_model:
+        record = recorded(job, TRIED_SAMPLES)
+        refuse_to_split(job, plan, in_losses=record.in_losses, bare=record.bare)

@@ -1,0 +1,226 @@
+"""What a run leaves: figures, history and the trained model, of a run that has just ended or of a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.api.outcome import Outcome
+from paceline.base.errors import CheckpointError, UsageError
+from paceline.job.file import JobFile
+from paceline.runs import folder
+from paceline.runs.provenance import note_edits
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.checkpoint.read import Checkpoint
+    from paceline.job import Job
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model of one step of a run.
+
+    step: None for the newest that is there.
+    """
+
+    run: Path
+    job: Job | None = field(repr=False)
+    step: int | None = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights, whole, in this process's memory, under the names of the model's own `state_dict`. A tensor that
+        the model has under several names is there under each, once in memory.
+
+        Raises:
+            CheckpointError: they are not on the disk. OutOfMemory: they would not fit.
+        """
+        from paceline.checkpoint.assemble import whole_state
+
+        return whole_state(self.checkpoint())
+
+    def model(self) -> torch.nn.Module:
+        """The model on the CPU, built by the job and given these weights, in evaluation mode.
+
+        Raises:
+            UsageError: the job is not known here. CheckpointError, OutOfMemory: see `state_dict`.
+        """
+        import torch
+
+        from paceline.checkpoint.assemble import check_fits
+        from paceline.training import state
+
+        if self.job is None:
+            raise UsageError(f"{self.run} does not say which job it is of, so its model can't be built",
+                             hint="pl.open(run, job=...) takes the job")
+        checkpoint = self.checkpoint()
+        check_fits((entry.dtype, entry.shape) for name, entry in checkpoint.tensors.items()
+                   if name.startswith(("parameters/", "buffers/")))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.job.seed)
+            model: torch.nn.Module = self.job.model()
+        if self.job.precision == "float64":
+            model = model.double()
+        if (why := state.model_mismatch(model, checkpoint)) is not None:
+            raise CheckpointError(f"{checkpoint.path} is of another model: {why}")
+        state.load_weights(model, dict(model.named_parameters()), checkpoint)
+        return model.eval()
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the model by its own `save_pretrained`, as models of Transformers have it. Returns the folder.
+
+        Raises:
+            UsageError: the model has no such method, or see `model`.
+        """
+        model: Any = self.model()
+        if not hasattr(model, "save_pretrained"):
+            raise UsageError(f"a {type(model).__name__} has no save_pretrained",
+                             hint="result.export('model.safetensors') writes the weights of any model")
+        model.save_pretrained(str(folder))
+        return Path(folder)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the weights to a safetensors file, tensor by tensor, whatever their size. Returns its path.
+
+        Raises:
+            UsageError: another ending than .safetensors. CheckpointError: see `state_dict`.
+        """
+        from paceline.checkpoint.assemble import own_names
+        from paceline.checkpoint.write import write_model
+
+        target, checkpoint = Path(path), self.checkpoint()
+        if target.suffix != ".safetensors":
+            raise UsageError(f"can't export to {target}: the file must end with .safetensors")
+        stored = own_names(checkpoint)
+        write_model(target, {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape)
+                             for name, key in stored.items()},
+                    lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))
+        return target
+
+    def checkpoint(self) -> Checkpoint:
+        """Where the weights are."""
+        from paceline.base.logs import logger
+        from paceline.checkpoint.read import newest_checkpoint, open_checkpoint
+
+        if self.step is None:
+            newest = newest_checkpoint(self.run, accept=lambda checkpoint: None, warn=logger.warning)
+            if newest is None:
+                raise CheckpointError(f"{self.run} has no checkpoint", hint="train it first, or longer")
+            return newest
+        path = self.run / folder.CHECKPOINTS / f"step-{self.step}"
+        if not path.exists():
+            raise CheckpointError(f"{self.run} holds no weights of step {self.step}",
+                                  hint="callbacks=[pl.KeepBest(...)] keeps the best checkpoints")
+        return open_checkpoint(path)
+
+
+@dataclass(frozen=True)
+class Best(TrainedModel):
+    """The best evaluation of a run, and its model if a checkpoint of that step was kept.
+
+    monitor, value: by which it is the best. metrics: "validation_loss" and all metrics.
+    """
+
+    monitor: str = "validation_loss"
+    value: float = float("nan")
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result(Outcome):
+    """What a run came to. `result["final_loss"]` is an item of `DIR/summary.json`: times in seconds, memory of the
+    fullest rank in bytes, devices of the first rank's host. A run that did not end has "plan" and "steps" alone.
+
+    job: None where it is not known.
+    """
+
+    job: Job | None = field(default=None, repr=False)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`, a mapping each: of steps ("loss", "lr", ...), of evaluations
+        ("validation_loss", "metrics"), and of checkpoints ("saved")."""
+        from paceline.runs.metrics import read_history
+
+        return read_history(self.run)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last evaluation: "validation_loss" and the job's metrics, by name; empty without validation data."""
+        evaluations = _evaluations(self.history)
+        return evaluations[-1][1] if evaluations else {}
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation, by what `KeepBest` looks at, else by the validation loss; None without evaluations."""
+        from paceline.callbacks.keep_best import ranking_of
+        from paceline.callbacks.monitor import Monitor
+
+        monitor = ranking_of(self.run) or Monitor("validation_loss")
+        return self.best_by(monitor.name, monitor.mode)
+
+    def best_by(self, monitor: str, mode: Any = None) -> Best | None:
+        """The best evaluation by another figure. mode: "min" or "max"; see `EarlyStopping`."""
+        from paceline.callbacks.monitor import Monitor
+
+        judge, best = Monitor(monitor, mode), None
+        for step, figures in _evaluations(self.history):
+            if monitor not in figures:
+                raise UsageError(f"{self.run} has no figure {monitor!r}; it has {', '.join(figures)}")
+            if judge.is_better(figures[monitor], None if best is None else best.value):
+                best = Best(self.run, self.job, step, monitor, figures[monitor], figures)
+        return best
+
+    @property
+    def trained(self) -> TrainedModel:
+        return TrainedModel(self.run, self.job)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The newest weights; see `TrainedModel.state_dict`."""
+        return self.trained.state_dict()
+
+    def model(self) -> torch.nn.Module:
+        """The newest model; see `TrainedModel.model`."""
+        return self.trained.model()
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the newest model; see `TrainedModel.save_pretrained`."""
+        return self.trained.save_pretrained(folder)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the newest weights; see `TrainedModel.export`."""
+        return self.trained.export(path)
+
+
+def _evaluations(history: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+    return [(line["step"], {"validation_loss": line["validation_loss"], **line.get("metrics", {})})
+            for line in history if "validation_loss" in line]
+
+
+def open(run: str | Path, *, job: Job | JobFile | None = None) -> Result:
+    """A finished or interrupted run, as `pl.train` returned or would have returned it.
+
+    Args:
+        job: What was trained, where the run folder does not name a job file; only `model` needs it.
+
+    Raises:
+        UsageError: no run folder.
+    """
+    run_dir = Path(run)
+    plan = folder.read_document(run_dir, folder.PLAN)
+    if job is None and (run_dir / folder.JOB).exists():
+        note_edits(run_dir)
+        job = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
+    figures = folder.read_summary(run_dir)
+    if not figures:
+        from paceline.runs.metrics import read_history
+
+        steps = [line["step"] for line in read_history(run_dir)]
+        figures = {"plan": plan["plan"], "steps": max(steps, default=0)}
+    return Result(figures, run_dir, job.load() if isinstance(job, JobFile) else job)

@@ -1,0 +1,384 @@
+"""The verbs train, evaluate and predict: from a job, a plan and devices to a run folder and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.api.plan_choice import Chosen, is_auto
+from paceline.api.prediction import Priced, predict_once_started, price, sum_up, what_would_fit
+from paceline.api.result import Result
+from paceline.api.summary_table import summary_table
+from paceline.base.errors import OutOfMemory, UsageError
+from paceline.base.logs import unbroken
+from paceline.callbacks.loggers import loggers_of, of_cluster
+from paceline.cluster.cluster import Device
+from paceline.job import Job
+from paceline.job.file import AnyJob, JobFile, open_job
+from paceline.launch.hosts.environment import current
+from paceline.launch.local.launcher import Launcher
+from paceline.launch.process.failure import RankFailed
+from paceline.planner.resolve import Resolved, resolve, set_aside
+from paceline.runs import folder
+from paceline.runs.provenance import origin
+from paceline.strategies.plan import Plan
+from paceline.training.parts.spikes import read_action, refuse_unwatched
+
+if TYPE_CHECKING:
+    from paceline.callbacks.controller import RunController
+    from paceline.launch.process.context import RankContext
+    from paceline.launch.process.rank_process import Body
+    from paceline.proof.first_update import FirstUpdate
+    from paceline.training.loop import Observer
+
+Follow = Callable[["RankContext", Path], "Observer"]
+
+
+@unbroken()
+def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = None,
+          on: str | None = None, procs: int | None = None, memory: str | None = None, steps: int | None = None,
+          save_every: int | None = None, keep: int | None = None, trace: int = 0, run: str | Path | None = None,
+          resume: bool = False, loader_workers: int | None = None, timeout_s: float = 300.0,
+          restarts: int | None = None, on_spike: str | None = None, recheck_every: int | None = None,
+          spares: int = 0, check: bool = True, log: str | Sequence[str] | None = None, table: bool = True) -> Result:
+    """Train a job under a plan and leave a run folder.
+
+    Args:
+        plan: A plan, its text or a plan file. By default, or as "auto", the fastest exact plan that fits: predicted,
+            and corrected by short runs where the run is long enough; inside a launcher one replica a rank. A run
+            that is resumed keeps its plan.
+        devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank a core.
+        on: "ray", or "ray:HOST:PORT" of its head: the nodes of a Ray cluster, in place of this machine.
+        procs: Number of ranks, if the plan doesn't say; contradicting it is an error.
+        memory: What each CPU rank may use, such as "512MiB", or one size a rank; a rank that needs more is stopped.
+        steps: Optimizer steps instead of the job's own length.
+        save_every: Optimizer steps between checkpoints; one is always written at the end.
+        keep: How many of the newest checkpoints stay, beside the one with the least validation loss and those that
+            `KeepBest` keeps; by default all.
+        trace: Steps, after the first, of which every rank's work is noted: `trace.json` (Perfetto) and `schedule.svg`.
+        run: The run folder; by default a new one in `runs/`. All hosts of a run must see it.
+        resume: Go on from the newest valid checkpoint in the run folder, under this plan and these devices.
+        loader_workers: Processes a rank that read samples ahead; 0 reads them in the rank. By default as many as the
+            job's `DataLoader` has, or none.
+        timeout_s: How long a rank may give no sign of life before the run is ended and the rank named.
+        restarts: How often in a run ranks that were killed, or hang, are started again: a worker alone where the
+            others go on without it, else all ranks, from a copy of their state in memory or the newest checkpoint. By
+            default 100; a launcher such as torchrun starts ranks again itself.
+        on_spike: What to do about a step whose loss or gradient norm is far above those before it, or not finite:
+            "stop", "skip" it, or "rewind" to the newest checkpoint and skip all samples since. By default only a loss
+            that is not finite stops the run; see docs/survive.md.
+        recheck_every: Optimizer steps from one whose gradients are computed a second time, and after which weights and
+            optimizer state are looked at, to the next. By default there are none; see docs/survive.md.
+        spares: How many GPUs of this machine are left without a rank. If a GPU fails, one of them takes its place, and
+            all ranks start again.
+        check: Whether ranks of their own first take one step, held against one device; `proof/first_update.py`.
+        log: "tensorboard", "mlflow", "wandb" or "trackio", each with ":WHERE" if need be, one or several of them:
+            where the run is logged beside its folder; see docs/callbacks.md.
+        table: Whether the figures are printed at the end.
+
+    Raises:
+        UsageError: the request makes no sense (job, plan or cluster); nothing was started or written.
+        PlanRefused: the plan's first update is not what one device computes; nothing was trained.
+        RankFailed: a rank failed; its report names rank, step and line.
+    """
+    _check(save_every=save_every, keep=keep, steps=steps, procs=procs, timeout_s=timeout_s)
+    for name, value in (("restarts", restarts), ("recheck_every", recheck_every), ("spares", spares)):
+        if value is not None and value < 0:
+            raise UsageError(f"{name} must be 0 or more, got {value}")
+    if resume and run is None:
+        raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
+    action = read_action(on_spike)
+    loggers = loggers_of(log)
+    if on is None and getattr(current(), "rank", 0) == 0:
+        for logger in loggers:
+            logger.check()
+    source, loaded = open_job(job)
+    if steps is not None:
+        loaded = replace(loaded, steps=steps, epochs=None)
+    plan_to_run = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
+    if spares and on is not None:
+        raise UsageError(f"spares={spares} with on={on}: Ray gives the ranks of a lost node a place by itself",
+                         hint="leave spares out")
+    if spares and restarts == 0:
+        raise UsageError(f"spares={spares} with restarts=0: a spare takes a place when ranks start again",
+                         hint="leave one of them out")
+    if on is not None:
+        from paceline.ray.training import RayRun
+
+        result = RayRun.of(on, source, loaded, plan_to_run, run=run, timeout_s=timeout_s, options={
+            "devices": devices, "procs": procs, "memory": memory, "steps": steps, "save_every": save_every,
+            "keep": keep, "trace": trace, "resume": resume, "loader_workers": loader_workers, "timeout_s": timeout_s,
+            "check": check, "log": log, "on_spike": on_spike,
+            "recheck_every": recheck_every}).train(loaded, restarts=restarts)
+    else:
+        if loader_workers is None:
+            loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
+        loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
+        request = TrainRequest.of(loaded, source, plan_to_run, devices=devices, procs=procs, memory=memory,
+                                  spares=spares)
+        result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
+                               keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace,
+                               on_spike=action, recheck_every=recheck_every)
+    if table and getattr(current(), "rank", 0) == 0:
+        print(summary_table(result.to_dict()), file=sys.stderr, flush=True)
+    return result
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A job that is to be trained as was asked.
+
+    source: its file, if it has one. by_name: whether the devices were named.
+    """
+
+    job: Job
+    source: JobFile | None
+    resolved: Resolved
+    chosen: Chosen
+    by_name: bool
+    spares: tuple[Device, ...] = ()
+
+    @classmethod
+    def of(cls, job: Job, source: JobFile | None, plan: str | Plan | None, *, devices: str | None = None,
+           procs: int | None = None, memory: str | None = None, spares: int = 0) -> TrainRequest:
+        """
+        Args:
+            spares: How many GPUs are left without a rank, for the places of those that fail.
+
+        Raises:
+            UsageError: the request makes no sense.
+        """
+        by_name, spare_devices = devices is not None, tuple[Device, ...]()
+        if spares:
+            devices, spare_devices = set_aside(spares, plan, devices=devices, procs=procs, environment=current())
+        machine: Any = {"devices": devices, "procs": procs, "memory": memory, "environment": current()}
+        if plan is None or is_auto(plan):
+            from paceline.api.auto import choose
+
+            chosen = choose(job, plan, **machine)
+        else:
+            chosen = Chosen(Plan.read(plan))
+        return cls(job, source, resolve(job, chosen.plan, **machine), chosen, by_name, spare_devices)
+
+    def train(self, run: str | Path | None, *, timeout_s: float = 300.0, restarts: int | None = None,
+              check: bool = True, follow: Follow | None = None, **options: Any) -> Result:
+        """Train it, in a run folder that is claimed meanwhile.
+
+        Args:
+            follow: Makes a rank's observer, of its context and the run folder.
+            options: See `Settings`.
+        """
+        with ExitStack() as claims:
+            result = self._train(claims, run, timeout_s=timeout_s, restarts=restarts, check=check, follow=follow,
+                                 **options)
+        if not options.get("resume") or result.to_dict().get("later_step_s") != 0:
+            return result
+        print(f"{result.run_dir} was complete after {result['steps']} steps: nothing was left to train",
+              file=sys.stderr, flush=True)
+        return Result(folder.read_summary(result.run_dir), result.run_dir, self.job)
+
+    def _train(self, claims: ExitStack, run: str | Path | None, *, timeout_s: float, restarts: int | None, check: bool,
+               follow: Follow | None, **options: Any) -> Result:
+        from paceline.api.preflight import refuse_early
+        from paceline.planner.devices import devices_of
+        from paceline.strategies.compose import load
+        from paceline.training.drivers import fault_policy, train_rank
+        from paceline.training.loop import Settings
+
+        job, resolved, chosen = self.job, self.resolved, self.chosen
+        refuse_unwatched(options.get("on_spike"), job, resolved.plan, saves=options.get("save_every") is not None)
+        load(resolved.plan)
+        priced = price(job, resolved, chosen, snapshot=options.get("save_every") is not None)
+        launcher = Launcher(current(), resolved.cluster.devices, timeout_s=timeout_s,
+                            fault_policy=replace(fault_policy(resolved.plan), spares=self.spares))
+        launcher.agree("job", lambda: str(refuse_early(job, resolved.plan)))
+        is_again = launcher.environment is not None and launcher.environment.num_starts > 1
+        is_resumed = options.get("resume", False) or is_again
+        run_dir = Path(launcher.agree("run folder", lambda: self._claim(
+            claims, run, resume=is_resumed, lost_s=timeout_s if is_again else 0.0)))
+        if launcher.is_first:
+            print(_banner(job, resolved, chosen.why, run_dir, by_name=self.by_name), file=sys.stderr, flush=True)
+        checked = _checked(job, self.source, resolved, launcher, options.get("loader_workers", 0)) if check else None
+        controller: RunController | None = None
+        control: AbstractContextManager[None] = nullcontext()
+        if job.callbacks:
+            from paceline.callbacks.controller import RunController, controlled
+
+            controller = RunController(job.callbacks, job, plan=str(resolved.plan), folder=run_dir,
+                                       save_every=options.get("save_every"))
+            control = controlled(controller, speaks=launcher.is_first)
+        settings = Settings(run_dir=run_dir, shares=resolved.shares,
+                            devices=devices_of(resolved.plan, resolved.cluster),
+                            controller=controller, **options)
+
+        launcher_pid = os.getpid()
+
+        def body(context: RankContext) -> Any:
+            folder.unclaim_in_forks()
+            if settings.faults:
+                from paceline.launch.process.faults import FaultInjector
+
+                context.faults = FaultInjector(settings.faults, rank=context.rank, run_dir=run_dir,
+                                               launcher_pid=launcher_pid)
+            observer = settings.observer if follow is None else follow(context, run_dir)
+            return train_rank(context, job, resolved.plan,
+                              replace(settings, resume=settings.resume or context.num_starts > 1, observer=observer))
+
+        with control:
+            figures = self._run(launcher, body, priced, run_dir, controller=controller, restarts=restarts)
+            if launcher.is_first:
+                if checked is not None and checked.fails_alike:
+                    _tell_check(checked, resolved)
+                figures = sum_up(run_dir, {**figures, "devices": resolved.devices,
+                                           "check": checked and checked.to_dict()}, priced)
+            result = Result(figures or {}, run_dir, job)  # of servers and their workers rank 0 alone has them
+            if controller is not None and launcher.is_first:
+                controller.ended(result)
+        return result
+
+    def _run(self, launcher: Launcher, body: Body, priced: Priced, run_dir: Path, *, controller: RunController | None,
+             restarts: int | None) -> Any:
+        from paceline.launch.process.fault_policy import RESTARTS
+
+        if restarts is None:
+            restarts = RESTARTS if launcher.environment is None else 0
+        try:
+            return launcher.run(body, run_dir=run_dir, restarts=restarts, listener=controller,
+                                idle=lambda board: predict_once_started(board, priced, run_dir))
+        except RankFailed as failed:
+            for part in run_dir.glob(f".{folder.PREDICTED}.*.tmp"):  # the process that predicts is killed at any line
+                part.unlink()
+            if launcher.is_first:
+                folder.write_failure(run_dir, str(self.resolved.plan), failed)
+                failed.run_dir = run_dir
+            if failed.exit_code == OutOfMemory.exit_code and launcher.is_first:
+                what, rank = failed.failure.message.partition("\n")[0], failed.failure.rank
+                print(f"rank {rank} ran {what}; looking for what would fit", file=sys.stderr, flush=True)
+                print(what_would_fit(priced), file=sys.stderr, flush=True)
+            raise
+
+    def _claim(self, claims: ExitStack, run: str | Path | None, *, resume: bool, lost_s: float) -> str:
+        """The run folder, as text. lost_s: for lost ranks of an earlier start to end."""
+        run_dir = Path(run) if run is not None else folder.fresh_name(Path(self.source.path).stem if self.source
+                                                                      else "job")
+        folder.check_free(run_dir, resume=resume)
+        if lost_s:
+            folder.wait_until_unclaimed(run_dir, timeout_s=lost_s)
+        claims.enter_context(folder.claimed(run_dir))
+        if resume:
+            claims.enter_context(folder.kept_unless_trained(run_dir))
+        _begin(run_dir, self.resolved, self.source)
+        return str(run_dir)
+
+
+def _checked(job: Job, source: JobFile | None, resolved: Resolved, launcher: Launcher,
+             loader_workers: int) -> FirstUpdate | None:
+    """What the check before the run found; says so where the run is not what one device computes, or may not be.
+
+    Where the job's own error ended the check on one device and under the plan, the run itself reports that error. Only
+    a run that ends without it is told of the check afterwards.
+
+    Inside a launcher rank 0 checks for all.
+    """
+    from paceline.api import checks
+    from paceline.proof.first_update import FirstUpdate
+
+    def check() -> str:
+        update = checks.first_update(job, source, resolved, environment=launcher.environment,
+                                     timeout_s=launcher.timeout_s, loader_workers=loader_workers)
+        return json.dumps(update and update.to_dict())
+
+    document = json.loads(launcher.agree("first update", check))
+    update = FirstUpdate(**document) if document else None
+    if launcher.is_first and update is not None and not update.fails_alike:
+        _tell_check(update, resolved)
+    return update
+
+
+def _tell_check(update: FirstUpdate, resolved: Resolved) -> None:
+    if update.verdict == "coupled" or (update.verdict == "unchecked" and resolved.plan.relaxed is None):
+        word = "note" if update.verdict == "coupled" else "not checked against one device"
+        print(f"{word}: {update.reason}", file=sys.stderr, flush=True)
+
+
+def _check(**counts: float | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value <= 0:
+            raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be above 0, got {value}")
+
+
+def _begin(run_dir: Path, resolved: Resolved, source: JobFile | None) -> None:
+    """What is known before the first rank starts. Nothing of a finished run is left standing."""
+    from paceline.base.files import write_json
+
+    for name in (folder.SUMMARY, folder.MODEL, folder.PREDICTED, folder.SPLIT):
+        (run_dir / name).unlink(missing_ok=True)
+    write_json(run_dir / folder.PLAN, {"plan": str(resolved.plan), "world_size": resolved.plan.world_size,
+                                       "shares": list(resolved.shares), "devices": resolved.devices})
+    write_json(run_dir / folder.ORIGIN, origin(Path(source.path) if source is not None else None))
+    if source is not None:
+        write_json(run_dir / folder.JOB, source.to_dict())
+
+
+def _plan_of(run: str | Path | None, *, procs: int | None) -> Plan | None:
+    """The plan that a run folder was left with, if it is for as many ranks as were asked for."""
+    path = Path(run or "") / folder.PLAN
+    plan = Plan.read(str(path)) if path.exists() else None
+    return plan if plan is not None and procs in (None, plan.world_size) else None
+
+
+def _banner(job: Job, resolved: Resolved, why: str, run_dir: Path, *, by_name: bool) -> str:
+    """What is about to run, with every derived number.
+
+    by_name: whether the devices were named. spares: GPUs without a rank.
+    """
+    from paceline.job.order import split
+
+    plan, microbatches = resolved.plan, resolved.plan.num_microbatches
+    per_replica = [len(part) for part in split(job.batch, resolved.shares)]
+    shown = str(per_replica[0]) if len(set(per_replica)) == 1 else ":".join(map(str, per_replica))
+    length = f"{job.total_steps} steps" if job.total_steps is not None else "until the data ends"
+    if job.epochs is not None:
+        length += f" ({job.epochs} epoch{'s' if job.epochs != 1 else ''})"
+    samples = f"{job.num_samples} samples" if job.num_samples is not None else "a stream of samples"
+    return (f"plan {plan} on {resolved.devices}{why and f', chosen: {why}'}\n"
+            f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
+            f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
+            f"{_all_at_once(job)}{_plan_notes(plan)}{_sharing(resolved)}{'' if by_name else _unused(resolved)}"
+            f"run folder {run_dir}")
+
+
+def _all_at_once(job: Job) -> str:
+    """A line about a batch that is larger than the data; nothing where it is not."""
+    if job.num_samples is None or job.batch <= job.num_samples:
+        return ""
+    return f"note: a batch of {job.batch} is more than the {job.num_samples} samples: each step takes all of them\n"
+
+
+def _sharing(resolved: Resolved) -> str:
+    """A line about ranks that share a GPU; nothing where each has its own."""
+    if not resolved.cluster.are_shared:
+        return ""
+    return ("ranks share a GPU and send each other everything through the CPU, over gloo: this shows what the plan "
+            "computes; its speed says nothing\n")
+
+
+def _unused(resolved: Resolved) -> str:
+    """A line about a GPU that is here and idle; nothing where there is none."""
+    from paceline.cluster.accelerators import unused
+
+    reason = unused()
+    return f"{reason}; --devices {resolved.devices} asks for the CPU by name\n" if reason else ""
+
+
+def _plan_notes(plan: Plan) -> str:
+    """What the strategies of a plan say of it, a line each."""
+    from paceline.strategies.registry import active
+
+    return "".join(f"{line}\n" for strategy in active(plan) for line in strategy.lines(plan))

@@ -1,0 +1,133 @@
+"""What forks of this process inherit and can't share with it: places in open files, connections, threads.
+
+A fork has its parent's descriptors. What is behind one is the same for both: a file has one position, and an answer on
+a connection reaches whoever reads first. So each fork, be it a rank, a loader worker or a fork that looks ahead, opens
+files again at their places, and forks that read beside others find connections closed. Threads are not inherited at
+all. What a job's file leaves of those is named when the file is loaded.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+from paceline.base.user_code import is_users
+
+_DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+_FLAGS = os.O_ACCMODE | os.O_APPEND | getattr(os, "O_DIRECT", 0)  # with which a file is opened again
+_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
+_outputs: set[tuple[int, int]] = set()  # files that have been stdout or stderr, whose place all processes share
+_places: dict[int, tuple[int, int]] = {}  # flags and position of each file that can be read, at the last fork
+_closed: list[str] = []  # peers of connections that this process may not use
+
+
+def _note_places() -> None:
+    for output in (1, 2):
+        with suppress(OSError):
+            _outputs.add(_identity(os.fstat(output)))
+    _places.clear()
+    for descriptor, status in _open():
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if stat.S_ISREG(status.st_mode) and flags & os.O_ACCMODE != os.O_WRONLY and _identity(status) not in _outputs:
+            with suppress(OSError):  # opened as a path alone
+                _places[descriptor] = flags, os.lseek(descriptor, 0, os.SEEK_CUR)
+
+
+def _open_again() -> None:
+    """Under the same number, so that Python's and C's file objects go on with it, whatever name the file has now."""
+    for descriptor, (flags, position) in _places.items():
+        path: str | bytes = f"{_DESCRIPTORS}/{descriptor}"
+        if sys.platform == "darwin":  # where this is the same opening of the file
+            path = fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
+        try:
+            again = os.open(path, flags & _FLAGS)
+            os.lseek(again, position, os.SEEK_SET)
+            os.dup2(again, descriptor, inheritable=os.get_inheritable(descriptor))
+            os.close(again)
+        except OSError as error:
+            print(f"warning: a fork can't open descriptor {descriptor} again ({error.strerror}), and reads its file at "
+                  "a place that others move", file=sys.stderr)
+
+
+os.register_at_fork(before=_note_places, after_in_child=_open_again)
+
+
+def close_connections() -> None:
+    """In a fork: let connections to other programs seem closed by these. Their clients connect again or fail."""
+    for descriptor, status in _open():
+        if peer := _peer(descriptor, status):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                os.dup2(ours.fileno(), descriptor, inheritable=False)
+            _closed.append(peer)
+
+
+def closed_connections() -> str:
+    """What a reader of data should know of connections of its parent; "" if there were none."""
+    return (f"connections to {', '.join(dict.fromkeys(_closed))} were made before this process, a fork, which may not "
+            "use them: connect in the process that reads, in the data set's first __getitem__") if _closed else ""
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Say after the block, which loads a job, what forks won't have or share of what it leaves."""
+    before = {descriptor: _identity(status) for descriptor, status in _open()}
+    yield
+    if left := _left_behind(before):
+        print(f"note: {left}", file=sys.stderr, flush=True)
+
+
+def _left_behind(before: dict[int, tuple[int, int]]) -> str:
+    """Threads that run, and connections and pipes that were opened since descriptors were `before`, in words; "" if
+    there are none."""
+    threads = [thread.name for thread in threading.enumerate() if _is_of_job(thread)]
+    opened = [(descriptor, status) for descriptor, status in _open() if before.get(descriptor) != _identity(status)]
+    peers = [peer for descriptor, status in opened if (peer := _peer(descriptor, status))]
+    pipes = [str(descriptor) for descriptor, status in opened if not _peer(descriptor, status)
+             and (stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode))
+             and descriptor != resource_tracker._resource_tracker._fd]  # type: ignore[attr-defined]
+    environments = [str(path.parent) for descriptor, status in opened if stat.S_ISREG(status.st_mode)
+                    and (path := Path(f"{_DESCRIPTORS}/{descriptor}").resolve()).name == "lock.mdb"]
+    found = (("threads", threads, "forks don't have them, and what waits for one waits for ever"),
+             ("LMDB environments with locks", environments, "forks run out of readers: lock=False has none"),
+             ("connections to", peers, "closed in forks that read beside others"),
+             ("pipes or sockets with the descriptors", pipes, "forks share them, and a message reaches one reader"))
+    parts = [f"{what} {', '.join(names)} ({fate})" for what, names, fate in found if names]
+    return (f"ranks and loader workers are forks of this process, which has {'; '.join(parts)}. What reads data should "
+            "make these itself, in the process that reads: in the data set's first __getitem__") if parts else ""
+
+
+def _is_of_job(thread: threading.Thread) -> bool:
+    """Whether a thread runs the user's code, or is one of a pool, which may."""
+    target = getattr(thread, "_target", None) or type(thread).run
+    module = getattr(target, "__module__", None) or ""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module in _POOLS or (thread is not threading.main_thread() and file is not None and is_users(file))
+
+
+def _open() -> Iterator[tuple[int, os.stat_result]]:
+    for path in Path(_DESCRIPTORS).iterdir():
+        with suppress(OSError):  # that of the list itself
+            yield int(path.name), os.fstat(int(path.name))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _peer(descriptor: int, status: os.stat_result) -> str:
+    """The other end of a stream over a network or of a named socket; "" for what this process has made in pairs."""
+    if not stat.S_ISSOCK(status.st_mode):
+        return ""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:
+        if opened.type == socket.SOCK_STREAM and (peer := opened.getpeername()):
+            return ":".join(map(str, peer[:2])) if isinstance(peer, tuple) else os.fsdecode(peer)
+    return ""

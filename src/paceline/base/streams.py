@@ -1,0 +1,116 @@
+"""Random streams by key rather than by history, so that none has to be saved and none depends on the past."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+
+def key_to_seed(*key: int | str) -> int:
+    """A 63-bit seed for a key; different keys give unrelated seeds.
+
+    >>> key_to_seed(0, "order", 1) == key_to_seed(0, "order", 1) != key_to_seed(0, "order", 2)
+    True
+    """
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in key)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_streams(*key: int | str) -> None:
+    """Seed Python's, NumPy's and torch's global generators (of every device) for a key."""
+    import numpy as np
+    import torch
+
+    seed = key_to_seed(*key)
+    # torch.manual_seed would note the caller's stack for each kind of device that isn't there (300 us of a step), or
+    # look for one.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def seed_model(seed: int) -> None:
+    """Before a job's function builds its model: the same initial weights and names each time.
+
+    Keras numbers layers that are given no name, and goes on counting with the next model of the process.
+    """
+    seed_streams(seed, "model")
+    if "keras" in sys.modules:
+        with suppress(ImportError):  # of another layout of its sources: names are then as it counts them
+            importlib.import_module("keras.src.utils.naming").reset_uids()
+
+
+def seed_sample(seed: int, position: int) -> None:
+    """Seed the generators a dataset may use for one sample; about 10 us, as augmentation asks for it once a sample.
+
+    seed: `key_to_seed` of what all samples of the epoch share; position: the sample's place in the epoch.
+    """
+    import numpy as np
+    import torch
+
+    mixed = (seed + position * 0x9E3779B97F4A7C15) & 0x7FFFFFFFFFFFFFFF
+    torch.default_generator.manual_seed(mixed)
+    random.seed(mixed)
+    np.random.seed(mixed & 0xFFFFFFFF)
+
+
+def used_gpus() -> list[int]:
+    """This rank's GPU. Empty where CUDA is not in use: asking which there are would take it into use."""
+    import torch
+
+    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
+
+@contextmanager
+def seeded_for_epoch(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
+    """Let a sampler draw an epoch as the seed fixes it: from the global generators of torch, numpy and random, from its
+    own `generator` if it has one, or by the epoch that it is told."""
+    with kept_streams(), drawing():
+        seed_streams(seed, "sampler", epoch)
+        generator = getattr(sampler, "generator", None)
+        if generator is not None and hasattr(generator, "manual_seed"):
+            generator.manual_seed(key_to_seed(seed, "sampler", epoch))
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        yield
+
+
+@contextmanager
+def kept_streams() -> Iterator[None]:
+    """Leave the caller's generators as they were."""
+    import numpy as np
+    import torch
+
+    python, numpy, devices = random.getstate(), np.random.get_state(), torch.random.fork_rng(used_gpus())
+    with devices:
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+_open_drawing = 0  # blocks of `drawing`
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Meanwhile random operators draw, whatever is switched off outside; for what is no part of a forward."""
+    global _open_drawing
+    _open_drawing += 1
+    try:
+        yield
+    finally:
+        _open_drawing -= 1
+
+
+def is_drawing() -> bool:
+    """Whether this is in a block of `drawing`."""
+    return _open_drawing > 0

@@ -1,0 +1,21 @@
+"""Checkpoints that don't know the layout: written as pieces by any number of ranks, read as regions by any other."""
+
+from paceline.base.files import write_json
+from paceline.checkpoint.dtypes import load_tensors
+from paceline.checkpoint.pieces import Region, TensorPiece, pieces_of
+from paceline.checkpoint.read import Checkpoint, TensorEntry, newest_checkpoint, open_checkpoint
+from paceline.checkpoint.write import Writer, write_model
+
+__all__ = [
+    "Checkpoint",
+    "Region",
+    "TensorEntry",
+    "TensorPiece",
+    "Writer",
+    "load_tensors",
+    "newest_checkpoint",
+    "open_checkpoint",
+    "pieces_of",
+    "write_json",
+    "write_model",
+]

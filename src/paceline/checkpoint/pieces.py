@@ -1,0 +1,193 @@
+"""What a rank holds of a tensor: a box of its elements, named by where the box lies in the whole tensor."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.checkpoint.dtypes import DTYPE_NAMES
+from paceline.strategies.layout import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a tensor's elements: where it starts and how long it is along each dim. A scalar's is ((), ())."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.shape)
+
+    def overlap(self, other: Region) -> Region | None:
+        """The elements both hold; None if there are none.
+
+        >>> Region((0, 2), (4, 4)).overlap(Region((2, 0), (4, 3)))
+        Region(offsets=(2, 2), shape=(2, 1))
+        """
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = map(min, self._stops, other._stops)
+        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Region(starts, shape) if all(length > 0 for length in shape) else None
+
+    def minus(self, other: Region) -> list[Region]:
+        """What is left of this box without the other's elements, as boxes that don't overlap."""
+        common = self.overlap(other)
+        if common is None:
+            return [self] if self.numel else []
+        rest = []
+        offsets, shape = list(self.offsets), list(self.shape)
+        for dim, (start, length) in enumerate(zip(common.offsets, common.shape, strict=True)):
+            stop = offsets[dim] + shape[dim]
+            for from_, to in ((offsets[dim], start), (start + length, stop)):
+                if from_ < to:
+                    rest.append(Region((*offsets[:dim], from_, *offsets[dim + 1:]),
+                                       (*shape[:dim], to - from_, *shape[dim + 1:])))
+            offsets[dim], shape[dim] = start, length
+        return rest
+
+    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """The index of this box in a tensor whose first element lies at `origin`."""
+        return tuple(slice(start - first, start - first + length)
+                     for start, first, length in zip(self.offsets, origin, self.shape, strict=True))
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return tuple(start + length for start, length in zip(self.offsets, self.shape, strict=True))
+
+
+def uncovered(region: Region, boxes: Iterable[Region]) -> list[Region]:
+    """The parts of a region that no box holds.
+
+    >>> uncovered(Region((0,), (10,)), [Region((0,), (4,)), Region((3,), (3,))])
+    [Region(offsets=(6,), shape=(4,))]
+    """
+    missing = [region] if region.numel else []
+    for box in boxes:
+        missing = [rest for part in missing for rest in part.minus(box)]
+    return missing
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another of the same shape and dtype.
+
+    Blocks of CPU memory are moved by the calling thread alone. torch would share the work between its threads, which
+    wait for each other on busy cores: 1.0 s instead of 0.02 s for 100 tensors of 1 MiB, 2 cores, load 6.
+    """
+    if all(t.device.type == "cpu" and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+           for t in (target, source)):
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """A part of a named tensor, held by one rank.
+
+    Replicas hold equal pieces; the caller decides which of them owns a piece and writes it.
+
+    shape: Of the whole tensor.
+    offsets: Where the part starts in the whole tensor, along each dim.
+    tensor: The part itself, on any device.
+
+    Raises:
+        ValueError: the part reaches out of the whole tensor, or is not a dense tensor of one of `DTYPES`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        local = tuple(self.tensor.shape)
+        if not len(self.shape) == len(self.offsets) == len(local) or any(
+            start < 0 or start + length > whole
+            for start, length, whole in zip(self.offsets, local, self.shape, strict=True)
+        ):
+            raise ValueError(f"'{self.name}': a part of shape {local} at {self.offsets} doesn't lie in {self.shape}")
+        if self.tensor.layout != torch.strided or self.tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"'{self.name}' is {self.tensor.layout} {self.tensor.dtype}; a checkpoint holds dense "
+                             f"tensors of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPE_NAMES)}")
+
+    @property
+    def region(self) -> Region:
+        """Where the part lies in the whole tensor."""
+        return Region(self.offsets, tuple(self.tensor.shape))
+
+
+def pieces_of(name: str, tensor: torch.Tensor, extent: Extent | None = None) -> list[TensorPiece]:
+    """What this rank holds of a tensor: all of a plain one, its own part of a DTensor, box by box.
+
+    extent: where a plain tensor lies, if it is a part of a larger one.
+
+    The parts share memory with the tensor. A rank that holds no element of a DTensor has no piece of it; of a
+    tensor that is empty as a whole, every rank has the (empty) whole. Replicas get equal pieces; the caller
+    decides who writes them.
+
+    Raises:
+        ValueError: see `TensorPiece`; also a DTensor whose local part is not what its placement says.
+        RuntimeError: a DTensor that still waits for its reduction (a Partial placement).
+    """
+    shape = tuple(tensor.shape)
+    if extent is not None:
+        return [TensorPiece(name, extent.shape, extent.offsets, tensor.detach())]
+    # Asked by name, so that a run without DTensors never imports torch.distributed.tensor (0.5 s).
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return [TensorPiece(name, shape, (0,) * len(shape), tensor.detach())]
+    if (runs := _runs(tensor)) is not None:
+        return _pieces_of_runs(name, tensor, runs)
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise ValueError(f"'{name}' is held in {len(chunks)} chunks by this rank; one is supported")
+    if not math.prod(shape):
+        return [TensorPiece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+    if not math.prod(chunks[0].sizes):
+        return []
+    local = tensor.to_local().detach()  # type: ignore[attr-defined]
+    if local.shape != chunks[0].sizes:
+        raise ValueError(f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {tuple(chunks[0].sizes)}")
+    return [TensorPiece(name, shape, tuple(chunks[0].offsets), local)]
+
+
+def _runs(tensor: torch.Tensor) -> list[list[range]] | None:
+    """Where a rank's part of a DTensor lies along each dim, where it is a part of each of several blocks.
+
+    None for other DTensors, of which torch knows it. What it says of these is wrong (2.13).
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    blocks = [getattr(placement, "split_factor", 1) for placement in placements]
+    # FSDP2 writes the order of two cuts of one dim as blocks too; later cuts of the dim account for as many.
+    later = [math.prod(mesh.size(j) for j in range(i + 1, len(placements)) if placements[j].is_shard(p.dim))
+             if blocks[i] > 1 else 1 for i, p in enumerate(placements)]
+    if blocks == later:
+        return None
+    indices = [torch.arange(length) for length in tensor.shape]
+    for placement, count, place, ranks in zip(placements, blocks, mesh.get_coordinate(), mesh.shape, strict=True):
+        if not placement.is_replicate():
+            parts = indices[placement.dim].chunk(count * ranks)
+            indices[placement.dim] = torch.cat([parts[block * ranks + place] for block in range(count)])
+    runs: list[list[range]] = []
+    for index in indices:
+        breaks = (index.diff() != 1).nonzero().flatten() + 1
+        runs.append([range(int(run[0]), int(run[-1]) + 1) for run in index.tensor_split(breaks)])
+    return runs
+
+
+def _pieces_of_runs(name: str, tensor: torch.Tensor, runs: list[list[range]]) -> list[TensorPiece]:
+    """A piece for every box that the runs along the dims make."""
+    local, shape = tensor.to_local().detach(), tuple(sum(map(len, along)) for along in runs)  # type: ignore[attr-defined]
+    if tuple(local.shape) != shape:
+        raise ValueError(f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {shape}")
+    parts: list[tuple[tuple[int, ...], torch.Tensor]] = [((), local)]
+    for dim, along in enumerate(runs):
+        parts = [((*offsets, run.start), part_of_run) for offsets, part in parts
+                 for run, part_of_run in zip(along, part.split([len(run) for run in along], dim), strict=True)]
+    return [TensorPiece(name, tuple(tensor.shape), offsets, part) for offsets, part in parts]

@@ -1,0 +1,69 @@
+"""Removes old checkpoints of a run, but neither its newest ones nor its best."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.write import COMMIT, committed_by
+from paceline.runs.folder import BEST, CHECKPOINTS, METRICS
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def later_saves(run_dir: Path, *, after: int) -> frozenset[str]:
+    """The saves of checkpoints of later steps than a run goes on from: they were damaged, or did not suit it."""
+    return frozenset(save for step, path in _complete(run_dir).items()
+                     if step > after and (save := committed_by(path)) is not None)
+
+
+def prune(run_dir: Path, *, newest: int, right_step: int | None = None, passed_over: Collection[str] = ()) -> None:
+    """Keep so many of the newest complete checkpoints, the one with the least validation loss, those that `KeepBest`
+    keeps, and the newest one of a time when gradients were found right. A checkpoint that can't be removed stays.
+
+    right_step: after which they were last found right; None if they are not looked at. passed_over: saves whose
+    checkpoints stay and do not count, as the run could not go on from them.
+
+    Only the process that commits a run's checkpoints may call it.
+    """
+    complete = {step: path for step, path in _complete(run_dir).items()
+                if not passed_over or committed_by(path) not in passed_over}
+    kept = {*sorted(complete)[-newest:], *_kept_as_best(run_dir)}
+    if right_step is not None:
+        kept |= {max((step for step in complete if step <= right_step), default=-1)}
+    losses = {step: loss for step, loss in _evaluated(run_dir) if step in complete}
+    if losses:
+        kept.add(min(losses, key=lambda step: losses[step]))
+    for step, path in complete.items():
+        if step not in kept:
+            with suppress(OSError):
+                (path / COMMIT).unlink()  # first, so that what is half removed is no checkpoint
+                shutil.rmtree(path)
+
+
+def _complete(run_dir: Path) -> dict[int, Path]:
+    return {int(match[1]): path for path in (run_dir / CHECKPOINTS).glob("step-*")
+            if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).is_file()}
+
+
+def _evaluated(run_dir: Path) -> Iterator[tuple[int, float]]:
+    """Step and validation loss of each evaluation, those of the same step in their order."""
+    with suppress(OSError), (run_dir / METRICS).open() as file:
+        for line in file:
+            if '"validation_loss"' in line:
+                with suppress(ValueError, LookupError, TypeError):
+                    figures = json.loads(line)
+                    if (loss := float(figures["validation_loss"])) == loss:
+                        yield int(figures["step"]), loss
+
+
+def _kept_as_best(run_dir: Path) -> set[int]:
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        document: Any = json.loads((run_dir / BEST).read_text())
+        return {int(entry["step"]) for entry in document["checkpoints"]}
+    return set()

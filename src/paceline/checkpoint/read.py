@@ -1,0 +1,364 @@
+"""Reads checkpoints: checks a folder against its COMMIT, then gives any region of any tensor to any layout."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import mmap
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from paceline.base.errors import CheckpointError
+from paceline.base.long_work import long_work
+from paceline.checkpoint.dtypes import DTYPES, in_file
+from paceline.checkpoint.files import CHECKSUM
+from paceline.checkpoint.pieces import Region, copy, pieces_of, uncovered
+from paceline.checkpoint.suspect import why_suspect
+from paceline.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, LOOK_S, VERSION
+from paceline.launch.process.malloc import trim_heap
+from paceline.strategies.layout import Extent
+
+_SUMMED_BYTES = 256 * 1024  # read at a time, as in hashlib.file_digest
+MAPPED_BYTES = 16 * 1024**2  # read of files before they are unmapped; a larger piece is read at once
+
+# step-N, and what was step-N until a save of the same step began to replace it and was cut off.
+_FOLDER = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """Where a part of a tensor lies: a key in one of the checkpoint's safetensors files."""
+
+    file: str
+    key: str
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a checkpoint; its shape is that of the whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint. Its tensors stay on the disk until they are read.
+
+    document: What the caller of `Writer.save` gave on rank 0, as JSON holds it (tuples are lists).
+    """
+
+    path: Path
+    step: int
+    document: dict[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    _files: dict[str, _Mapped] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _read_bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def read(self, name: str, offsets: tuple[int, ...] | None = None,
+             shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """A tensor, or the region of it that starts at `offsets` and has this shape, in CPU memory.
+
+        Only the bytes of the region are read.
+
+        Raises:
+            CheckpointError: there is no such tensor, or no piece holds a part of the region.
+        """
+        entry = self._entry(name)
+        if (offsets is None) != (shape is None):
+            raise ValueError("a region needs both offsets and shape")
+        region = Region(offsets or (0,) * len(entry.shape), entry.shape if shape is None else shape)
+        if not len(region.offsets) == len(region.shape) == len(entry.shape):
+            raise ValueError(f"'{name}' has {len(entry.shape)} dims, got offsets {offsets} and shape {shape}")
+        target = torch.empty(region.shape, dtype=entry.dtype, device="cpu")
+        self._fill(target, name, entry, region)
+        return target
+
+    def read_into(self, name: str, tensor: torch.Tensor, extent: Extent | None = None) -> None:
+        """Fill a tensor in place: all of a plain one, this rank's own part of a DTensor.
+
+        extent: where a plain tensor lies, if it is a part of a larger one.
+
+        Raises:
+            CheckpointError: there is no such tensor, or it has another global shape or another dtype.
+        """
+        entry = self._entry(name)
+        if (extent.shape if extent else tuple(tensor.shape)) != entry.shape or tensor.dtype != entry.dtype:
+            raise CheckpointError(f"{self.path}: '{name}' is {_kind(entry.dtype, entry.shape)} there and "
+                                  f"{_kind(tensor.dtype, tuple(tensor.shape))} here",
+                                  hint="the checkpoint is of another model; resume with the job that wrote it")
+        for piece in pieces_of(name, tensor, extent):
+            self._fill(piece.tensor, name, entry, piece.region)
+
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self.tensors:
+            close = difflib.get_close_matches(name, self.tensors, n=1, cutoff=0.5)
+            nearest = f"; the nearest of its {len(self.tensors)} names is '{close[0]}'" if close else ""
+            raise CheckpointError(f"{self.path} holds no tensor '{name}'{nearest}")
+        return self.tensors[name]
+
+    def _fill(self, target: torch.Tensor, name: str, entry: TensorEntry, region: Region) -> None:
+        if holes := uncovered(region, (piece.region for piece in entry.pieces)):
+            raise CheckpointError(f"{self.path}: no piece of '{name}' (shape {entry.shape}) holds the part at "
+                                  f"{holes[0].offsets} of shape {holes[0].shape}")
+        for piece in entry.pieces:
+            common = piece.region.overlap(region)
+            if common is None:
+                continue
+            try:
+                part = self._open(piece.file).read(piece, entry.dtype, common.slices(piece.region.offsets))
+            except (OSError, LookupError, ValueError) as error:
+                raise CheckpointError(f"{self.path}: can't read '{piece.key}' from {piece.file}: {error}") from error
+            copy(target[common.slices(region.offsets)], part)
+            long_work.advanced()
+            self._close_after(part.nbytes)
+
+    def _close_after(self, num_bytes: int) -> None:
+        """Unmap the files when so much has been read: pages that were read count as this process's memory."""
+        self._read_bytes.append(num_bytes)
+        if sum(self._read_bytes) > MAPPED_BYTES:
+            self._read_bytes.clear()
+            self._files.clear()
+            trim_heap()
+
+    def _open(self, file: str) -> _Mapped:
+        """A file, mapped into memory and kept for a while: a model has thousands of tensors in few files."""
+        if file not in self._files:
+            self._files[file] = _Mapped(self.path / file)
+        return self._files[file]
+
+
+class _Mapped:
+    """A safetensors file, mapped for reading alone: safetensors maps it for writing, too, which counts as this
+    process's memory where that is limited.
+
+    Raises:
+        OSError, ValueError: it can't be read, or has no header.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            self.header = json.loads(file.read(length))
+            self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.bytes = np.frombuffer(self.mapped, np.uint8, offset=8 + length)
+
+    def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
+        """A copy of a part of a stored tensor.
+
+        Raises:
+            KeyError: there is none of that name.
+            ValueError: it is another one than the index says.
+        """
+        entry = self.header[piece.key]
+        if (DTYPES[entry["dtype"]], tuple(entry["shape"])) != in_file(dtype, piece.region.shape):
+            raise ValueError("its shape or dtype is not that of the index")
+        start, end = entry["data_offsets"]
+        whole = self.bytes[start:end].reshape(*piece.region.shape, dtype.itemsize)
+        copied = torch.from_numpy(np.array(whole[part], order="C"))
+        if hasattr(mmap, "MADV_DONTNEED"):  # what was read stays in the system's cache, not in this process
+            self.mapped.madvise(mmap.MADV_DONTNEED)
+        return copied.flatten().view(dtype).reshape(copied.shape[:-1])
+
+
+def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
+    """Open a checkpoint folder after checking that it is complete and undamaged.
+
+    Args:
+        checksums: Whether to read all files in full to check their checksums. When many ranks open a checkpoint, one
+            of them is enough; sizes and structure are checked always.
+
+    Raises:
+        CheckpointError: what exactly is wrong with it.
+    """
+    path = Path(path)
+    commit = _load_commit(path)
+    try:
+        checksum = CHECKSUM if commit["version"] > 1 else "sha256"
+        files = {_plain_name(name): (int(entry["bytes"]), str(entry[checksum]))
+                 for name, entry in commit["files"].items()}
+        step = int(commit["step"])
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(f"{path}: {COMMIT} is malformed: {_reason(error)}") from error
+    if (named := _FOLDER.fullmatch(path.name)) and int(named[1] or named[2]) != step:
+        raise CheckpointError(f"{path}: {COMMIT} says that this is step {step}: the folder was renamed")
+    _check_sizes(path, files)
+    if checksums:
+        _check_sums(path, files, checksum)
+    index, document = (_load_json(path, name, listed=files) for name in (INDEX, DOCUMENT))
+    try:
+        tensors = {name: _entry_of(entry, files) for name, entry in index["tensors"].items()}
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(f"{path}: {INDEX} is malformed: {_reason(error)}") from error
+    return Checkpoint(path, step, document, tensors)
+
+
+def newest_checkpoint(
+    run_dir: Path, *, accept: Callable[[Checkpoint], str | None], warn: Callable[[str], None],
+) -> Checkpoint | None:
+    """The checkpoint of the highest step that is whole and accepted; None if the run has none at all.
+
+    Args:
+        accept: Says why a checkpoint doesn't suit the caller, or None if it does.
+        warn: Is told of each checkpoint that was passed over, with its path and the reason.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be used; all reasons are listed.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    reasons = []
+    for path in _candidates(folder):
+        try:
+            if (reason := why_suspect(path)) is None:
+                checkpoint = open_checkpoint(path)
+                reason = accept(checkpoint)
+        except CheckpointError as error:
+            reason = error.args[0].removeprefix(f"{path}: ")
+        if reason is None:
+            return checkpoint
+        reasons.append(f"{path.name}: {reason}")
+        warn(f"checkpoint {path} is passed over: {reason}")
+    if reasons:
+        raise CheckpointError(f"none of the checkpoints in {folder} can be used:\n  " + "\n  ".join(reasons),
+                              hint="bring one of them back from a copy, or start anew in another folder (--run DIR)")
+    return None
+
+
+def newest_saved_step(run_dir: Path) -> int:
+    """The step of the last checkpoint that was written to its end, damaged or not; -1 if there is none."""
+    steps = [int(match[1]) for path in (Path(run_dir) / "checkpoints").glob("step-*")
+             if (match := _FOLDER.fullmatch(path.name)) and (path / COMMIT).is_file()]
+    return max(steps, default=-1)
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """What may be a checkpoint, highest step first; a replaced one after the one that took its place."""
+    if not folder.is_dir():
+        return []
+    candidates = [(int(match[1] or match[2]), bool(match[1]), path)
+                  for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+    return [path for _, _, path in sorted(candidates, reverse=True)]
+
+
+def _load_commit(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder")
+    if not (path / COMMIT).is_file():
+        raise CheckpointError(f"{path}: it has no {COMMIT}: a save that never ended, or not a checkpoint of Paceline")
+    commit = _load_json(path, COMMIT)
+    if commit.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: it is not a checkpoint of Paceline: {COMMIT} says format "
+                              f"{commit.get('format')!r} instead of '{FORMAT}'")
+    version = commit.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise CheckpointError(f"{path}: {COMMIT} is malformed: version {version!r}")
+    if version > VERSION:
+        raise CheckpointError(f"{path}: it has format version {version} and this Paceline reads up to {VERSION}",
+                              hint="install the newer Paceline that wrote it")
+    return commit
+
+
+def _load_json(path: Path, name: str, *, listed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    if listed is not None and name not in listed:
+        raise CheckpointError(f"{path}: {COMMIT} is malformed: it lists no {name}")
+    try:
+        content = json.loads((path / name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't read {name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {name} is malformed: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: {name} is malformed: not a JSON object")
+    return content
+
+
+def _check_sizes(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    for name, (size_bytes, _) in files.items():
+        try:
+            actual_bytes = (path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path}: {name} is missing") from error
+        if actual_bytes < size_bytes:
+            raise CheckpointError(f"{path}: {name} is truncated: {actual_bytes} bytes of {size_bytes}")
+        if actual_bytes > size_bytes:
+            raise CheckpointError(f"{path}: {name} has {actual_bytes} bytes instead of {size_bytes}")
+
+
+def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str) -> None:
+    num_read = [0] * len(files)  # buffers of each, as far as it has come
+    is_over = Event()  # set where a damaged file was found, as nobody needs the rest then
+
+    def sum_of(number: int, name: str) -> str:
+        digest, buffer = xxhash.xxh3_128() if checksum == CHECKSUM else hashlib.sha256(), bytearray(_SUMMED_BYTES)
+        try:
+            with (path / name).open("rb", buffering=0) as file:
+                while not is_over.is_set() and (count := file.readinto(buffer)):
+                    digest.update(memoryview(buffer)[:count])
+                    num_read[number] += 1
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't read {name}: {error.strerror}") from error
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:  # threads leave the interpreter free
+        stack.callback(is_over.set)
+        sums = [pool.submit(sum_of, number, name) for number, name in enumerate(files)]
+        for (name, (_, expected)), summed in zip(files.items(), sums, strict=True):
+            before = -1
+            while not wait([summed], timeout=LOOK_S).done:
+                if (now := sum(num_read)) != before:
+                    before = now
+                    long_work.advanced()
+            if (actual := summed.result()) != expected:
+                raise CheckpointError(f"{path}: {name} is damaged: its {checksum} is {actual}, and {COMMIT} says "
+                                      f"{expected}")
+
+
+def _entry_of(entry: Mapping[str, Any], files: Mapping[str, Any]) -> TensorEntry:
+    """One tensor of the index, checked: every piece lies inside the tensor, in a file of this checkpoint."""
+    shape = _lengths(entry["shape"])
+    pieces = []
+    for piece in entry["pieces"]:
+        region = Region(_lengths(piece["offsets"]), _lengths(piece["shape"]))
+        stops = [start + length for start, length in zip(region.offsets, region.shape, strict=True)]
+        if any(stop > length for stop, length in zip(stops, shape, strict=True)):
+            raise ValueError(f"a piece at {region.offsets} of shape {region.shape} reaches out of {shape}")
+        if _plain_name(piece["file"]) not in files:
+            raise ValueError(f"{COMMIT} doesn't list the file {piece['file']!r}")
+        pieces.append(StoredPiece(piece["file"], str(piece["key"]), region))
+    return TensorEntry(shape, DTYPES[entry["dtype"]], tuple(pieces))
+
+
+def _lengths(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r} is not a list of whole numbers")
+    return tuple(values)
+
+
+def _plain_name(name: Any) -> str:
+    """A file name, refused if it could lead out of the checkpoint's folder."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+        raise ValueError(f"the path {name!r} leads out of the checkpoint's folder")
+    return name
+
+
+def _reason(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {shape}"

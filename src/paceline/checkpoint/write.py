@@ -1,0 +1,653 @@
+"""Writes checkpoints in the background: every rank its pieces, rank 0 the index and, last of all, COMMIT.
+
+Ranks meet only through files, so a save never waits inside a collective and can't disturb one. A save happens in a
+hidden folder that gets its real name when it is complete; docs/checkpoints.md describes the result.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from paceline.base.errors import CheckpointError
+from paceline.base.files import fsync, remove, temp_beside, write_json, write_text
+from paceline.base.long_work import long_work
+from paceline.base.waiting import waiting
+from paceline.checkpoint.dtypes import DTYPE_NAMES, metadata
+from paceline.checkpoint.files import (
+    CHECKSUM,
+    SYNCED_BYTES,
+    Kind,
+    bytes_of,
+    header,
+    is_plain,
+    num_bytes,
+    write_tensors,
+)
+from paceline.checkpoint.pace import Pace
+from paceline.checkpoint.pieces import Region, TensorPiece, uncovered
+from paceline.checkpoint.snapshot import Snapshot, aligned, be_nice
+from paceline.checkpoint.staging import Staging
+from paceline.cluster.cluster import free_memory_bytes
+from paceline.runs.folder import CHECKPOINTS, remove_unfinished
+
+FORMAT = "paceline-checkpoint"
+VERSION = 2  # 1 had sha256 for checksums
+COMMIT, INDEX, DOCUMENT = "COMMIT", "index.json", "document.json"
+
+# Fingerprints by the ranks that should have equal ones, such as "0,2", and by the tensor's name.
+HeldAlike = Mapping[str, Mapping[str, int]]
+
+FIRST_POLL_S, LAST_POLL_S = 0.005, 0.25  # between looks at the other ranks' files; doubled after each
+LOOK_S = 0.2  # between looks at how far work on other threads has come: a patience has 1 s at least
+# Of the memory that this host has free, what copies for saves may take. Steps and loaders need the rest. Copies of the
+# state in memory may take half.
+_MEMORY_SHARE = 0.8
+_TOUCH_S = 1.0  # between a waiting rank's looks at how far others have come, and between rank 0's words of it
+EXIT_WAIT_S = 10.0  # for a file that is being written when the process exits; it can't be interrupted
+
+
+
+
+_RUN_BYTES = 16 * 2**20  # of a large tensor that is read and written at a time
+
+
+def write_model(path: Path, kinds: Mapping[str, Kind],
+                read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]) -> None:
+    """Write whole tensors by name to one safetensors file, one after the other, in one move; see `load_tensors`.
+
+    Args:
+        kinds: Each tensor's dtype and shape.
+        read: Gives the region of a tensor that begins at these offsets and has this shape. No more than one is asked
+            for at a time, of a few rows if the tensor is large.
+
+    Raises:
+        CheckpointError: the file can't be written; nothing is left behind and an older file stays.
+    """
+    path = Path(path)
+    temp = temp_beside(path)
+    try:
+        first, ordered = header(kinds, metadata=metadata({name: dtype for name, (dtype, _) in kinds.items()}))
+        with temp.open("wb") as file:
+            file.write(first)
+            synced = 0
+            for name in ordered:
+                for offsets, shape in _runs(*kinds[name]):
+                    file.write(bytes_of(read(name, offsets, shape)))
+                    if file.tell() - synced >= SYNCED_BYTES:
+                        _sync(file)
+                        synced = file.tell()
+                    long_work.advanced()
+            _sync(file)
+        temp.replace(path)
+        fsync(path.parent)
+    except Exception as error:
+        raise _explained(error, "could not write the model", path,
+                         sum(map(num_bytes, kinds.values()))) from error
+    finally:
+        remove(temp)
+
+
+def _sync(file: BufferedWriter) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _runs(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and shapes of the rows of a tensor that are written at a time."""
+    rows = shape[0] if shape else 1
+    step = max(1, _RUN_BYTES * rows // max(1, math.prod(shape) * dtype.itemsize))
+    if not shape or step >= rows:
+        yield (0,) * len(shape), shape
+        return
+    for start in range(0, rows, step):
+        yield (start, *(0 for _ in shape[1:])), (min(step, rows - start), *shape[1:])
+
+
+class Writer:
+    """Saves one run's checkpoints from one rank, in the background. Every rank makes one and saves the same steps.
+
+    Rank 0's Writer removes what earlier launches left unfinished in the run folder.
+
+    Args:
+        run_dir: The run's folder; checkpoints go to `checkpoints/step-N` in it. All ranks must see it.
+        attempt: A token of letters, digits, "-" and "_": equal on all ranks, different for every launch.
+        num_ranks: Ranks of this host that save as much as this one.
+        meanwhile: Called every now and then while a save is waited for.
+        timeout_s: How long to wait for the other ranks' parts while none of them grows.
+    """
+
+    def __init__(self, run_dir: Path, *, rank: int, world_size: int, attempt: str, num_ranks: int = 1,
+                 meanwhile: Callable[[], None] = lambda: None, timeout_s: float = 600.0) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", attempt):
+            raise ValueError(f"attempt must be made of letters, digits, '-' and '_', got {attempt!r}")
+        self.run_dir = Path(run_dir)
+        self.folder = self.run_dir / CHECKPOINTS
+        self.rank = rank
+        self.world_size = world_size
+        self.attempt = attempt
+        self.num_ranks, self.meanwhile = num_ranks, meanwhile
+        # Whether saves write from copies; None before anybody has asked for memory. All ranks alike, else some wait for
+        # what others write beside their steps.
+        self.takes_snapshots: bool | None = None
+        self.timeout_s = timeout_s
+        self._num_saves = 0
+        self._last_s = time.monotonic()  # when the last save began, or this was made
+        self._save: _Save | None = None
+        self._snapshot: Snapshot | None = None
+        self._staging: Staging | None = None
+        if rank == 0:
+            remove_unfinished(self.run_dir, but=attempt)
+
+    def prepare(self, pieces: Iterable[TensorPiece]) -> None:
+        """Begin to take the memory for copies of these pieces: the first save need not wait for it then."""
+        pieces = list(pieces)
+        self._snapshot = self._snapshot or Snapshot()
+        threading.Thread(target=self._snapshot.reserve, args=(_bytes_on_cpu(pieces),), name="snapshot-memory",
+                         daemon=True).start()
+        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
+            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
+            threading.Thread(target=self._staging.reserve, args=(on_gpu,), name="pinned-memory", daemon=True).start()
+
+    def save(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None = None, *,
+             snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False,
+             held_alike: Callable[[], HeldAlike] = dict, before_commit: Callable[[], None] = lambda: None) -> float:
+        """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
+
+        What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`. Where
+        `takes_snapshots` is False, the tensors themselves are written, and this returns when they are.
+
+        Args:
+            pieces: What this rank owns. The pieces of all ranks must cover every tensor without overlap; equal
+                pieces from several ranks are allowed.
+            document: Anything JSON can hold, to be read back with the tensors. Only rank 0's counts.
+            snapshot: Without it, the tensors themselves are read, and must stay as they are until `wait` returns.
+            is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
+            held_alike: Gives the fingerprints of what this rank holds of what others should hold alike; called on
+                another thread. If theirs differ, the save fails.
+            before_commit: Called on rank 0, on another thread, when all else of the checkpoint is on the disk.
+
+        Returns:
+            Seconds the caller was blocked.
+
+        Raises:
+            CheckpointError: the save before this one failed, or this one can't be started, or failed if it is waited
+                for; no rank commits it.
+        """
+        started_s = time.monotonic()
+        self._num_saves += 1  # counted first, so that ranks stay in step when one of them fails here
+        self.wait()
+        # Half of what has passed since the last save leaves time for the rest, if the next one comes as soon.
+        within_s = min((started_s - self._last_s) / 2, self.timeout_s / 4)
+        self._last_s = started_s
+        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit, within_s)
+        is_blocking = snapshot and self.takes_snapshots is False
+        copies = partial(self._copies, is_for_updates=is_for_updates) if snapshot and not is_blocking else None
+        save.start(list(pieces), document, copies=copies)
+        self._save = save
+        if is_blocking:
+            self.wait()
+        return time.monotonic() - started_s
+
+    def before_update(self) -> None:
+        """What follows may write to tensors that only updates write to: wait for the copies of a save that began
+        before. On a GPU what is launched from now on waits, and the host does not."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+        if self._staging is not None:
+            self._staging.before_update()
+
+    def has_memory_for(self, pieces: Sequence[TensorPiece]) -> bool:
+        """Whether this host has memory for copies of these pieces, and of those of its other ranks, beside what this
+        rank has taken for them."""
+        missing_bytes = max(0, _bytes_on_cpu(pieces) - (self._snapshot.num_bytes if self._snapshot is not None else 0))
+        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
+            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
+            missing_bytes += self._staging.missing_bytes(on_gpu)
+        return not missing_bytes or self.num_ranks * missing_bytes <= _MEMORY_SHARE * free_memory_bytes()
+
+    def _copies(self, pieces: Iterable[TensorPiece], *,
+                is_for_updates: Callable[[str], bool]) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
+        """Every piece with a copy of its tensor, those on a GPU last. All are here once `_all_copied` has returned."""
+        pieces, on_gpu = list(pieces), []
+        self._snapshot = self._snapshot or Snapshot()
+        self._snapshot.begin(_bytes_on_cpu(pieces))
+        for piece in pieces:
+            if piece.tensor.is_cuda:
+                on_gpu.append(piece)
+            elif is_for_updates(piece.name) and is_plain(piece.tensor):
+                yield piece, self._snapshot.copy_later(piece.tensor)
+            else:
+                yield piece, self._snapshot.copy(piece.tensor)
+        self._snapshot.copy_beside()
+        if on_gpu:
+            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
+            staged = self._staging.copy(on_gpu, is_for_updates=is_for_updates)
+            yield from zip(on_gpu, staged, strict=True)
+
+    def _all_copied(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.wait()
+        if self._staging is not None:
+            self._staging.wait()
+
+    def poll(self) -> None:
+        """Return at once; raise CheckpointError if the save in the background has failed."""
+        if self._save is not None and not self._save.is_running:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the last save is committed by all ranks.
+
+        Raises:
+            CheckpointError: it failed, on whichever rank; each failure is raised once.
+        """
+        if self._save is None:
+            return
+        self._save.join(self.meanwhile)
+        save, self._save = self._save, None
+        if save.error is not None:
+            raise save.error
+
+
+def without_snapshots(pieces: Iterable[TensorPiece]) -> str:
+    """What a user should know where a host has no memory for copies of such pieces."""
+    gib = sum(piece.tensor.nbytes for piece in pieces) / 2**30
+    return (f"a host has no memory for copies of what its ranks save ({gib:.1f} GiB a rank): each save blocks the run "
+            "until it is written")
+
+
+def _bytes_on_cpu(pieces: Iterable[TensorPiece]) -> int:
+    """What a snapshot of the pieces takes."""
+    return sum(aligned(piece.tensor.nbytes) for piece in pieces if not piece.tensor.is_cuda)
+
+
+class _Save:
+    """One save in flight on one rank. within_s: in which its tensors are to be written; see `Pace`."""
+
+    def __init__(self, writer: Writer, step: int, token: str, held_alike: Callable[[], HeldAlike],
+                 before_commit: Callable[[], None], within_s: float) -> None:
+        self._held_alike, self._before_commit, self._within_s = held_alike, before_commit, within_s
+        self.rank, self.world_size, self.timeout_s = writer.rank, writer.world_size, writer.timeout_s
+        self.step, self.token = step, token
+        self.final = writer.folder / f"step-{step}"
+        self.temp = writer.folder / f".step-{step}.{token}"
+        # Outside the folder that it speaks of, so that it can still be read when that is gone.
+        self.failed = writer.folder / f".step-{step}.{token}.failed"
+        # Until the end is reached, so that nothing unforeseen can pass for a commit.
+        self.error: CheckpointError | None = CheckpointError(f"rank {self.rank}'s save of step {step} never ended")
+        self._all_copied = writer._all_copied
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._document = "{}"
+        self._needed_bytes = 0
+        self._is_waited_for, self._is_of_gpu = True, False
+        self._num_signs = 0  # that this save goes on, here or on the ranks that it waits for
+        self._waits = False  # whether it waits for other ranks now
+        self._touched_s = 0.0  # when rank 0 last told the others that it goes on
+        self._exiting, self._hurry = threading.Event(), threading.Event()
+        # A daemon, as Python joins other threads before it lets us know that the process ends.
+        self._thread = threading.Thread(target=self._run, name=f"paceline-checkpoint-step-{step}", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self, pieces: Sequence[TensorPiece], document: Mapping[str, Any] | None, *,
+              copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, torch.Tensor]]] | None) -> None:
+        """Take the snapshot, or without one the tensors themselves, and begin to write. copies: Makes the snapshot;
+        without it, the run waits for the writing."""
+        try:
+            if self.rank == 0 and document is not None:
+                self._document = json.dumps(document, indent=1)
+            if copies is None:
+                for piece in pieces:
+                    self._take(piece, piece.tensor.detach())
+                for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
+                    torch.cuda.synchronize(device)  # another thread reads what this one has computed
+            else:
+                for piece, copied in copies(pieces):
+                    self._take(piece, copied)
+                self._is_waited_for = False
+        except Exception as error:
+            raise self._give_up(error) from error
+        atexit.register(self._leave)
+        self._thread.start()
+
+    def join(self, meanwhile: Callable[[], None]) -> None:
+        self._hurry.set()
+        while self.is_running:
+            before = self._num_signs
+            with waiting if self._waits else nullcontext():
+                self._thread.join(LOOK_S)
+            if self._num_signs != before:
+                long_work.advanced()
+            meanwhile()
+        atexit.unregister(self._leave)
+
+    def _take(self, piece: TensorPiece, tensor: torch.Tensor) -> None:
+        self._is_of_gpu |= piece.tensor.is_cuda
+        key = piece.name
+        while key in self._tensors or key == "__metadata__":  # the one key that safetensors keeps for itself
+            key += "+"
+        self._tensors[key] = tensor
+        self._needed_bytes += tensor.nbytes
+        entry = {"shape": list(piece.shape), "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []}
+        self._entries.setdefault(piece.name, entry)["pieces"].append({
+            "file": _part_name(self.rank, "safetensors"), "key": key,
+            "offsets": list(piece.offsets), "shape": list(piece.tensor.shape),
+        })
+
+    def _run(self) -> None:
+        try:
+            self._check_peers()
+            if not self._is_waited_for:
+                be_nice()
+            self._all_copied()
+            self._write_part()
+            if self.rank == 0:
+                self._wait_for(self._missing_parts)
+                self._commit()
+            else:
+                self._wait_for(self._missing_commit)
+            self.error = None
+        except _Exiting:
+            # Rank 0 can commit without us once our part is there; without it, or without rank 0, nobody can.
+            if self.rank == 0 or not (self.temp / _part_name(self.rank, "json")).exists():
+                self._give_up(CheckpointError(f"rank {self.rank} exited before its save of step {self.step} was done"))
+        except Exception as error:
+            self._give_up(error)
+
+    def _write_part(self) -> None:
+        """This rank's tensors, then what the index needs to know of them."""
+        self.temp.mkdir(parents=True, exist_ok=True)
+        if _disk_of(self.temp / COMMIT)[1] < self._needed_bytes:  # found now, no other file of the disk is cut short
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
+        path = self.temp / _part_name(self.rank, "safetensors")
+        pace = None if self._is_waited_for or self._is_of_gpu else Pace(
+            self._needed_bytes, self._within_s, self._hurry)
+
+        def wrote(num_bytes: int) -> None:
+            self._goes_on()
+            if pace is not None:
+                pace.wrote(num_bytes)
+
+        summary = write_tensors(path, self._tensors, wrote)
+        self._tensors.clear()
+        if self._exiting.is_set():
+            raise _Exiting
+        write_json(self.temp / _part_name(self.rank, "json"), {**summary, "tensors": self._entries,
+                                                               "held_alike": self._held_alike()})
+
+    def _commit(self) -> None:
+        """Rank 0: index, document, COMMIT; then the folder gets its name."""
+        part_paths = [self.temp / _part_name(rank, "json") for rank in range(self.world_size)]
+        parts = [json.loads(path.read_text()) for path in part_paths]
+        _refuse_difference([part["held_alike"] for part in parts])
+        write_json(self.temp / INDEX, {"tensors": _merged(parts)})
+        write_text(self.temp / DOCUMENT, self._document)
+        files = {_part_name(rank, "safetensors"): {key: part[key] for key in ("bytes", CHECKSUM)}
+                 for rank, part in enumerate(parts)}
+        files |= {name: _summary(self.temp / name) for name in (INDEX, DOCUMENT)}
+        for path in part_paths:
+            path.unlink()
+        self._before_commit()
+        write_json(self.temp / COMMIT, {"format": FORMAT, "version": VERSION, "step": self.step, "save": self.token,
+                                        "files": files})
+        _publish(self.temp, self.final)
+
+    def _missing_parts(self) -> str:
+        there = set(self.temp.iterdir())
+        missing = [str(rank) for rank in range(self.world_size) if self.temp / _part_name(rank, "json") not in there]
+        return f"the parts of ranks {', '.join(missing)}" if missing else ""
+
+    def _missing_commit(self) -> str:
+        # In this order, as the hidden folder vanishes in the moment in which the commit appears; and by listing,
+        # as network file systems answer that with fresh names.
+        is_open = self.temp in self.temp.parent.iterdir()
+        if committed_by(self.final) == self.token:
+            return ""
+        if not is_open:
+            self._check_peers()
+            raise self._given_up()
+        return "rank 0's commit"
+
+    def _goes_on(self) -> None:
+        """A part of this save has grown. Rank 0, which sees all parts, tells the others by the time of the folder."""
+        self._num_signs += 1
+        if self.rank == 0 and time.monotonic() - self._touched_s > _TOUCH_S:
+            self._touched_s = time.monotonic()
+            with suppress(OSError):
+                os.utime(self.temp)
+
+    def _reached(self) -> int:
+        """A number that changes while the parts of the ranks that this one waits for grow."""
+        try:
+            return self.temp.stat().st_mtime_ns if self.rank else sum(
+                path.stat().st_size for path in self.temp.iterdir())
+        except OSError:  # gone just now: whoever waits learns why
+            return -1
+
+    def _wait_for(self, missing: Callable[[], str]) -> None:
+        """Look until nothing is missing.
+
+        Raises:
+            CheckpointError: another rank reports a failure, or no part has grown for the time that is allowed.
+            _Exiting: the process exits.
+        """
+        self._waits = True
+        try:
+            self._look_for(missing)
+        finally:
+            self._waits = False
+
+    def _look_for(self, missing: Callable[[], str]) -> None:
+        reached, looked_s = self._reached(), time.monotonic()
+        deadline_s = looked_s + self.timeout_s
+        pause_s = FIRST_POLL_S
+        while still := missing():
+            self._check_peers()
+            if time.monotonic() - looked_s > _TOUCH_S:
+                before, reached, looked_s = reached, self._reached(), time.monotonic()
+                if reached != before:
+                    deadline_s = looked_s + self.timeout_s
+                    self._goes_on()
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(f"rank {self.rank} waited {self.timeout_s:g} s for {still} "
+                                      f"to save step {self.step}",
+                                      hint=f"check those ranks' logs, and that every rank sees {self.temp.parent}")
+            if self._exiting.wait(pause_s):
+                raise _Exiting
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+
+    def _given_up(self) -> CheckpointError:
+        return _heard(f"another rank gave up the save of step {self.step}; its own message says why")
+
+    def _check_peers(self) -> None:
+        if (reported := self._reported()) is not None:
+            raise reported
+
+    def _reported(self) -> CheckpointError | None:
+        """The failure that a rank has left word of."""
+        try:
+            report = json.loads(self.failed.read_text())
+        except OSError:
+            return None
+        return _heard(report["message"], hint=report["hint"])
+
+    def _give_up(self, error: Exception) -> CheckpointError:
+        """Explain the failure, leave word of it to the other ranks and remove what was written."""
+        self._tensors.clear()
+        if isinstance(error, CheckpointError):
+            explained = error
+        elif isinstance(error, FileNotFoundError) and self.temp.parent.exists() and not self.temp.exists():
+            explained = self._reported() or self._given_up()  # its word may not have found room
+        else:
+            # A rank that gave up removes the folder under us: then its failure is the one to tell.
+            failure = f"rank {self.rank} could not save step {self.step}"
+            explained = self._reported() or _explained(error, failure, self.final, self._needed_bytes)
+        # Word comes first, so that nobody wonders where the folder went; again after, as only then a full disk
+        # may have room for it.
+        self._report(explained)
+        remove(self.temp)
+        self._report(explained)
+        self.error = explained
+        return explained
+
+    def _report(self, error: CheckpointError) -> None:
+        with suppress(OSError):
+            if not self.failed.exists():
+                self.failed.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self.failed, {"message": error.args[0], "hint": error.hint})
+
+    def _leave(self) -> None:
+        """The process exits without `wait()`: stop waiting for others, remove what can't be completed."""
+        self._exiting.set()
+        self._hurry.set()
+        self._thread.join(EXIT_WAIT_S)
+
+
+class _Exiting(Exception):
+    """The process ends while a save runs."""
+
+
+def _part_name(rank: int, suffix: str) -> str:
+    return f"rank-{rank:05d}.{suffix}"
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The index of all ranks' tensors.
+
+    Raises:
+        CheckpointError: ranks disagree on a tensor, or their pieces leave a hole or overlap.
+    """
+    tensors: dict[str, Any] = {}
+    for rank, part in enumerate(parts):
+        for name, entry in part["tensors"].items():
+            known = tensors.setdefault(name, {"shape": entry["shape"], "dtype": entry["dtype"], "pieces": []})
+            if (known["shape"], known["dtype"]) != (entry["shape"], entry["dtype"]):
+                raise CheckpointError(f"rank {rank} saves '{name}' as {entry['dtype']} of shape {entry['shape']}, and "
+                                      f"a rank before it as {known['dtype']} of shape {known['shape']}")
+            known["pieces"] += entry["pieces"]
+    for name, entry in tensors.items():
+        regions = {Region(tuple(piece["offsets"]), tuple(piece["shape"])): piece for piece in entry["pieces"]}
+        entry["pieces"] = list(regions.values())  # one copy of what several ranks wrote
+        whole = Region((0,) * len(entry["shape"]), tuple(entry["shape"]))
+        if holes := uncovered(whole, regions):
+            raise CheckpointError(f"no rank saves the part of '{name}' at {holes[0].offsets} of shape "
+                                  f"{holes[0].shape}; the whole has shape {whole.shape}")
+        if sum(region.numel for region in regions) != whole.numel:
+            raise CheckpointError(f"the pieces of '{name}' overlap: {', '.join(str(r) for r in regions)}")
+    return tensors
+
+
+def _refuse_difference(held_alike: Sequence[HeldAlike]) -> None:
+    """
+    Raises:
+        CheckpointError: ranks that should hold the same do not.
+    """
+    first: dict[str, Mapping[str, int]] = {}
+    for rank, groups in enumerate(held_alike):
+        for ranks, values in groups.items():
+            if values != first.setdefault(ranks, values):
+                name = next(name for name, value in first[ranks].items() if values.get(name) != value)
+                raise CheckpointError(f"'{name}' on rank {rank} is not what rank {ranks.partition(',')[0]} holds, and "
+                                      "nothing shows which of them is right")
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """What COMMIT says of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, CHECKSUM: hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}
+
+
+def committed_by(folder: Path) -> str | None:
+    """The token of the save that committed a folder; None if there is none, or nothing of ours."""
+    try:
+        return json.loads((folder / COMMIT).read_text())["save"] if (folder / COMMIT).is_file() else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _publish(temp: Path, final: Path) -> None:
+    """Give a complete folder its name. One of the same name is first set aside, where `newest_checkpoint` still
+    finds it, and removed at the end: at every moment a complete checkpoint of the step exists."""
+    fsync(temp)
+    aside = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        remove(aside)
+        final.rename(aside)
+    temp.rename(final)
+    fsync(final.parent)
+    remove(aside)
+
+
+
+
+
+
+
+
+
+
+def _heard(message: str, *, hint: str | None = None) -> CheckpointError:
+    """The failure of another rank, whose own report is the run's."""
+    error = CheckpointError(message, hint=hint)
+    error.heard = True  # type: ignore[attr-defined]
+    return error
+
+
+def _explained(error: Exception, failure: str, path: Path, needed_bytes: int) -> CheckpointError:
+    """The failure for a user: which rank and path, what the disk has, what to do."""
+    if not isinstance(error, OSError):
+        return CheckpointError(f"{failure} to {path}: {type(error).__name__}: {error}")
+    folder, free_bytes = _disk_of(path)
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why += f" ({_readable(needed_bytes)} needed, {_readable(free_bytes)} free)"
+        hint = "free some space or use another folder (--run DIR)"
+    elif error.errno == errno.EFBIG:
+        hint = f"raise the limit of a file's size, of this process (ulimit -f) or of what {folder} is on"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = f"make {folder} writable for this user, or use another folder (--run DIR)"
+    elif error.errno == errno.ENOENT:
+        hint = "was the run folder removed, renamed or unmounted? --run DIR --resume goes on where it is now"
+    else:
+        hint = f"check {error.filename or folder}"
+    return CheckpointError(f"{failure} to {path}: {why}",
+                           hint=f"{hint}; checkpoints that were complete before are untouched")
+
+
+def _disk_of(path: Path) -> tuple[Path, int]:
+    """The innermost folder on the way to a path that can be looked into, and the free bytes of its disk."""
+    for parent in path.absolute().parents:
+        with suppress(OSError):
+            if parent.is_dir():
+                return parent, shutil.disk_usage(parent).free
+    return Path(path.absolute().anchor), 0
+
+
+def _readable(bytes_: int) -> str:
+    """
+    >>> _readable(3 * 2**20)
+    '3.0 MiB'
+    """
+    power = min(int(math.log(max(bytes_, 1), 1024)), 4)
+    return f"{bytes_ / 1024**power:.{1 if power else 0}f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

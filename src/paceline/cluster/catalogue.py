@@ -1,0 +1,185 @@
+"""Accelerators, links and training programs by name, from `catalogue.toml`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.base.errors import ClusterError, nearest
+from paceline.cluster.sizes import Formats, Kernels
+from paceline.cluster.software import Software
+
+if TYPE_CHECKING:
+    from paceline.job import Precision
+
+CATALOGUE = Path(__file__).with_name("catalogue.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKind:
+    """A link as its maker states it, and what collectives make of it.
+
+    bytes_per_s: one direction of one device. reached: the part that collectives of large messages reach.
+    """
+
+    name: str
+    bytes_per_s: float
+    reached: float
+    latency_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """An accelerator, and the node that it usually comes in.
+
+    bf16_flops_per_s, float32_flops_per_s: dense. product_reached: the part that the best matrix product reaches;
+        attention_reached: that fused attention reaches.
+    tf32_flops_per_s, fp8_flops_per_s: dense; None without such products.
+    link, network: names of links in a node, and of one device's share across nodes.
+    assumed: the accelerator whose figures these are, of one of which only the memory is known.
+    """
+
+    name: str
+    bf16_flops_per_s: float
+    float32_flops_per_s: float
+    product_reached: float
+    attention_reached: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    multiprocessors: int
+    link: str
+    network: str
+    devices_per_node: int
+    source: str
+    aliases: tuple[str, ...] = ()
+    tf32_flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
+    assumed: str = ""
+
+    def product_flops_per_s(self, precision: Precision) -> float:
+        """Of matrix products under a job's precision, dense, as its maker states them."""
+        if precision in ("float32", "float64"):
+            return self.float32_flops_per_s / (2 if precision == "float64" else 1)
+        if precision == "tf32":
+            return self.tf32_flops_per_s or self.float32_flops_per_s
+        return (self.fp8_flops_per_s if precision == "fp8" else None) or self.bf16_flops_per_s
+
+
+def accelerator(name: str) -> Accelerator:
+    """By its name or an alias, in any case.
+
+    Raises:
+        ClusterError: there is none of that name; says the nearest ones.
+    """
+    known = _accelerators()
+    match = known.get(_plain(name))
+    if match is None:
+        raise ClusterError(f"unknown accelerator '{name}', {nearest(name, [a.name for a in _listed()])}",
+                           hint="a TOML file describes any other: see docs/planning.md")
+    return match
+
+
+def assumed(memory_bytes: int) -> Accelerator:
+    """What a GPU is taken for of which only the memory is known: an ordinary one that has so much or a little less.
+
+    >>> assumed(24 * 2**30).name
+    'RTX3090'
+    """
+    sizes = {int(size) * 2**30: name for size, name in _read()["assumed"].items()}
+    return accelerator(sizes[max((size for size in sizes if size <= memory_bytes), default=min(sizes))])
+
+
+def memory_sizes() -> list[int]:
+    """Bytes that the listed accelerators have, each once, from the smallest."""
+    return sorted({listed.memory_bytes for listed in _listed()})
+
+
+def named_by_driver(name: str) -> Accelerator | None:
+    """What a GPU is that its driver calls so; None if it is not listed.
+
+    >>> named_by_driver("NVIDIA H100 80GB HBM3").name, named_by_driver("NVIDIA H100 PCIe").name
+    ('H100', 'H100-PCIe')
+    >>> named_by_driver("NVIDIA L40S")
+    """
+    words = f" {_words(name)} "
+    return max(((len(alias), accelerator) for alias, accelerator in _by_words() if f" {alias} " in words),
+               key=lambda item: item[0], default=(0, None))[1]
+
+
+def link(name: str) -> LinkKind:
+    """By its name.
+
+    Raises:
+        ClusterError: there is none of that name; says the nearest ones.
+    """
+    return LinkKind(name=name, **_entry("link", "link", name))
+
+
+def software(name: str) -> Software:
+    """A training program by its name.
+
+    Raises:
+        ClusterError: there is none of that name; says the nearest ones.
+    """
+    return software_of(name, _entry("software", "training program", name))
+
+
+def software_names() -> tuple[str, ...]:
+    """Of all training programs."""
+    return tuple(_read()["software"])
+
+
+def fitted_on(name: str) -> tuple[str, ...]:
+    """The sources of published measurements that a training program's figures were fitted on."""
+    return tuple(_read()["software"].get(name, {}).get("fitted_on", ()))
+
+
+def software_of(name: str, stated: dict[str, Any]) -> Software:
+    """A training program from the fields of the catalogue; bytes of numbers end in _bytes."""
+    formats = {f.name: stated[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in stated}
+    kernels = {f.name: stated[f.name] for f in fields(Kernels) if f.name in stated}
+    rates = {key: value for key, value in stated.items()
+             if key not in ("source", "fitted_on") and key not in kernels and key.removesuffix("_bytes") not in formats}
+    return Software(name=name, kernels=Kernels(**kernels), formats=Formats(**{"activation": 2, **formats}), **rates)
+
+
+def _entry(table: str, kind: str, name: str) -> dict[str, Any]:
+    known = _read()[table]
+    if name not in known:
+        raise ClusterError(f"unknown {kind} '{name}', {nearest(name, known)}")
+    entry: dict[str, Any] = known[name]
+    return entry
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "").replace("_", "")
+
+
+def _words(name: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+@cache
+def _by_words() -> tuple[tuple[str, Accelerator], ...]:
+    return tuple((_words(name), listed) for listed in _listed() for name in (listed.name, *listed.aliases))
+
+
+@cache
+def _read() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(CATALOGUE.read_text())
+
+
+@cache
+def _listed() -> tuple[Accelerator, ...]:
+    return tuple(Accelerator(name=name, **{**stated, "aliases": tuple(stated.get("aliases", ()))})
+                 for name, stated in _read()["accelerator"].items())
+
+
+@cache
+def _accelerators() -> dict[str, Accelerator]:
+    return {_plain(name): listed for listed in _listed() for name in (listed.name, *listed.aliases)}

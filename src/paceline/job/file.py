@@ -1,0 +1,507 @@
+"""Reads a job from a file: finds the file, runs it under a private name, and calls its function with typed settings.
+
+The function's parameters are the hyperparameters. A file can have any name: it never takes the place of a
+package, never imports itself, and the modules beside it are looked for after everything that is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from typing import Any, get_origin
+
+from paceline.base.errors import JobError, PacelineError, UsageError, nearest
+from paceline.job import Job
+from paceline.job.choices import chosen
+
+DEFAULT_FUNCTION = "job"
+
+# Packages that are installed under another name than they are imported by.
+_INSTALLED_AS = {
+    "PIL": "pillow",
+    "attr": "attrs",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python",
+    "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """Where a job comes from: enough to build the same `Job` again in another process or on another day.
+
+    path: The Python file, absolute.
+    function: The function in it that returns the job.
+    settings: Values for the function's parameters; text is converted to the parameter's type.
+    """
+
+    path: Path
+    function: str = DEFAULT_FUNCTION
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, source: str, settings: Mapping[str, Any] = {}) -> JobFile:
+        """Read "FILE.py" or "FILE.py:FUNCTION".
+
+        Raises:
+            JobError: there is no such Python file, or what follows the colon can't be a function.
+        """
+        file, colon, function = str(source).rpartition(":")
+        if not colon:
+            file, function = function, DEFAULT_FUNCTION
+        if not function.isidentifier():
+            raise JobError(f"'{source}' names no function after the colon", hint=f"{file}:{DEFAULT_FUNCTION}")
+        path = Path(file).resolve()
+        _check_file(path, file)
+        return cls(path, function, dict(settings))
+
+    def load(self) -> Job:
+        """Run the file afresh, with the modules beside it, and build its job.
+
+        Raises:
+            JobError: the file, its function, a setting or the job itself is wrong; the message says where.
+        """
+        return self.open().job(self.settings)
+
+    def open(self) -> JobFunction:
+        """Run the file afresh, with the modules beside it, and find its function.
+
+        Raises:
+            JobError: the file or its function is wrong; the message says where.
+        """
+        _check_file(self.path, str(self.path))
+        return JobFunction(_function(_run(self.path), self.function, self.path), self.path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form.
+
+        Raises:
+            JobError: a setting is a value that JSON can't keep.
+        """
+        for name, value in self.settings.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise JobError(f"setting {name}={value!r} can't be kept with the run: {error}",
+                               hint="give numbers, text, true or false, None, or lists of those") from error
+        return {"path": str(self.path), "function": self.function, "settings": dict(self.settings)}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> JobFile:
+        """The inverse of `to_dict`; the file is looked for when the job is loaded."""
+        return cls(Path(document["path"]), document["function"], dict(document["settings"]))
+
+
+AnyJob = Job | JobFile | str | Path  # a text names a file, as on the command line
+
+
+def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
+    """The file that a job comes from, if it comes from one, and the job. A text is read as on the command line.
+
+    Raises:
+        JobError: the file or its function can't be used.
+        UsageError: this is no job at all.
+    """
+    from paceline.base import inherited
+    from paceline.base.fork import ask_forks_about_cuda
+
+    ask_forks_about_cuda()
+    if isinstance(job, str | Path):
+        job = JobFile.parse(str(job))
+    with inherited.named():
+        loaded = job.load() if isinstance(job, JobFile) else job
+    if isinstance(job, JobFile):
+        return job, loaded
+    if not isinstance(job, Job):
+        raise UsageError(f"a job is a paceline.Job or a Python file that makes one, got {type(job).__name__}",
+                         hint="docs/job.md shows one" if not callable(job) else "call the function: it returns the Job")
+    return None, job
+
+
+@dataclass(frozen=True)
+class JobFunction:
+    """A function that returns a job, found in a file that has been run.
+
+    path: The file, for messages.
+    """
+
+    function: Callable[..., Any]
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", DEFAULT_FUNCTION)
+
+    def parameters(self) -> dict[str, tuple[Any, Any]]:
+        """Each hyperparameter's type and default; `inspect.Parameter.empty` where it has none."""
+        return {name: (_kind(parameter, self.function), parameter.default)
+                for name, parameter in _parameters(self.function).items()}
+
+    def neighbour(self, name: str) -> Callable[..., Any]:
+        """Another function of the same file.
+
+        Raises:
+            JobError: there is none of that name.
+        """
+        return _function(sys.modules[self.function.__module__], name, self.path)
+
+    def job(self, settings: Mapping[str, Any]) -> Job:
+        """The job with these settings. Names with a dot are choices inside its model.
+
+        Raises:
+            JobError: a setting or the job itself is wrong; the message says where.
+        """
+        options = {name: value for name, value in settings.items() if "." in name}
+        values = _values(self.function, {name: value for name, value in settings.items() if name not in options})
+        with _blamed_on(self.path, f"{self.name}() in {self.path.name}"):
+            job = self.function(**values)
+        if not isinstance(job, Job):
+            raise JobError(f"{self.name}() in {self.path.name} returned {_indefinite(job)}, not a paceline.Job",
+                           hint=f"{self.name}() must end with: return paceline.Job(...)")
+        return replace(job, model=chosen(job.model, options)) if options else job
+
+
+def load(source: str, settings: Mapping[str, Any] = {}) -> Job:
+    """The job of a file.
+
+    Args:
+        source: "FILE.py", whose function `job` is called, or "FILE.py:FUNCTION".
+        settings: Values for the function's parameters. Text, as from a command line, is converted to the
+            parameter's annotated type, or else to the type of its default.
+
+    Raises:
+        JobError: the file, its function, a setting or the job itself is wrong; the message says where.
+    """
+    return JobFile.parse(source, settings).load()
+
+
+# --- Files and modules ------------------------------------------------------------------------------------------
+
+
+def _check_file(path: Path, text: str) -> None:
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # a name that no file can have
+        raise JobError(f"can't look for the job file {text[:80]}...: {error.strerror}") from error
+    if is_file and path.suffix == ".py":
+        return
+    if is_file:
+        raise JobError(f"{text} is not a Python file", hint="a job is a function in a file that ends in .py")
+    if path.is_dir():
+        raise JobError(f"{text} is a folder", hint=_python_files(path))
+    raise JobError(f"there is no file {text}", hint=_python_files(path.parent, like=path.name))
+
+
+def _python_files(folder: Path, like: str = "") -> str:
+    if not folder.is_dir():
+        return f"there is no folder {folder} either"
+    names = sorted(file.name for file in folder.glob("*.py"))
+    stems = [name.removesuffix(".py") for name in names]
+    if close := difflib.get_close_matches(like.removesuffix(".py"), stems, n=3, cutoff=0.6):
+        return f"did you mean {' or '.join(f'{stem}.py' for stem in close)}?"
+    if not names:
+        return f"there is no Python file in {folder}"
+    return f"the Python files in {folder} are {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+
+
+class _Neighbours:
+    """Finds the modules beside a job file, but never the file itself.
+
+    It stands at the end of `sys.meta_path`, so that a neighbour called random.py or torch.py hides nothing.
+    """
+
+    def __init__(self, job_path: Path) -> None:
+        self.job_path = job_path
+        self.module_names: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if path is not None:  # inside a package, which finds its modules by itself
+            return None
+        spec = PathFinder.find_spec(name, [str(self.job_path.parent)])
+        if spec is None or _is_at(spec, self.job_path) or (spec.origin is None and not _holds_python(spec)):
+            return None
+        self.module_names.add(name)
+        if isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Uncached(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Uncached(SourceFileLoader):
+    """Compiles a module at each import: Python's cache takes an edit within the same second, to a text as long,
+    for the old file."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        path = self.get_filename(fullname)
+        code: types.CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
+class _NeverItself:
+    """Hides a job file from its own imports where its folder is on `sys.path`, as under `python -m`.
+
+    Without it, `import datasets` in datasets.py would run the file a second time. A notebook or a script that has
+    loaded the job may import its file.
+    """
+
+    def __init__(self, job_path: Path) -> None:
+        self.job_path = job_path
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if path is not None or name != self.job_path.stem:
+            return None
+        spec = PathFinder.find_spec(name)
+        if spec is None or not _is_at(spec, self.job_path) or not self._is_for_the_job():
+            return None
+        elsewhere = [entry for entry in sys.path if Path(entry).resolve() != self.job_path.parent]
+        if other := PathFinder.find_spec(name, elsewhere):
+            return other
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    def _is_for_the_job(self) -> bool:
+        """Whether the import is one of the job's, or of what paceline calls."""
+        own, frame = {"paceline", *_neighbours_of(self.job_path)}, sys._getframe(2)  # of what looks for the module
+        while frame is not None:
+            if Path(frame.f_code.co_filename) == self.job_path or (
+                    frame.f_globals.get("__name__", "").partition(".")[0] in own):
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
+
+def _is_at(spec: ModuleSpec, path: Path) -> bool:
+    return spec.origin is not None and Path(spec.origin).resolve() == path
+
+
+def _holds_python(spec: ModuleSpec) -> bool:
+    # A folder of data or results (datasets/, wandb/) is not the package of that name.
+    return any(next(Path(folder).glob("*.py"), None) for folder in spec.submodule_search_locations or ())
+
+
+def _open_imports(job_path: Path) -> None:
+    """Let this file import its neighbours, each read afresh.
+
+    Neighbours of earlier jobs in this process are forgotten, or a `models.py` of one folder would be taken for
+    another's. Their finders stay behind this one, for imports inside functions that run later.
+    """
+    earlier = [finder for finder in sys.meta_path if isinstance(finder, _Neighbours)]
+    forgotten = {name for finder in earlier for name in finder.module_names}
+    for name in [name for name in sys.modules if name.partition(".")[0] in forgotten]:
+        del sys.modules[name]
+    others = [finder for finder in sys.meta_path if not isinstance(finder, _Neighbours | _NeverItself)]
+    other_finders = [finder for finder in earlier if finder.job_path.parent != job_path.parent]
+    sys.meta_path[:] = [_NeverItself(job_path), *others, _Neighbours(job_path), *other_finders]
+    importlib.invalidate_caches()  # a neighbour may have been written a moment ago
+
+
+def imported_by(path: Path) -> list[Path]:
+    """A job file that was loaded, and the files beside it that it imported so far."""
+    names = _neighbours_of(path)
+    files = [getattr(module, "__file__", None) for name, module in sorted(sys.modules.items())
+             if name.partition(".")[0] in names]
+    return [path, *(Path(file) for file in files if file)]
+
+
+def _run(path: Path) -> types.ModuleType:
+    """Execute a file as a module with a name that no import statement uses.
+
+    It is compiled here and not cached: Python's cache takes an edit within the same second for the old file.
+    """
+    from paceline.base.fork import ask_forks_about_cuda
+
+    name = "paceline_job_" + re.sub(r"\W", "_", path.stem)
+    try:
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise JobError(_syntax_message(error, path)) from error
+    except (OSError, ValueError) as error:
+        raise JobError(f"can't read {path}: {error}") from error
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")  # or Keras takes a GPU when it is imported; ranks have them
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    ask_forks_about_cuda()
+    _open_imports(path)
+    try:
+        with _blamed_on(path, f"loading {path.name}"):
+            exec(code, vars(module))
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _function(module: types.ModuleType, name: str, path: Path) -> Callable[..., Any]:
+    member = getattr(module, name, None)
+    if callable(member):
+        return member
+    if isinstance(member, Job):
+        raise JobError(f"'{name}' in {path.name} is a Job, not a function that returns one",
+                       hint=f"def {name}() -> paceline.Job: return paceline.Job(...)")
+    defined = [key for key, value in vars(module).items()
+               if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")]
+    defined.sort(key=lambda key: "Job" not in str(getattr(module, key).__annotations__.get("return")))
+    if not defined:
+        raise JobError(f"{path.name} has no function '{name}', nor any other",
+                       hint=f"def {name}() -> paceline.Job: return paceline.Job(...)")
+    raise JobError(f"{path.name} has no function '{name}', {nearest(name, defined)}",
+                   hint=f"name one: {path.name}:{defined[0]}")
+
+
+# --- What goes wrong in the user's file -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _blamed_on(path: Path, doing: str) -> Iterator[None]:
+    """Turn what the user's code raises into a JobError that says where; Ctrl-C passes."""
+    try:
+        yield
+    except JobError as error:
+        raise JobError(f"{_place(error, path)}: {error.args[0]}", hint=error.hint) from error
+    except PacelineError:
+        raise
+    except SystemExit as error:
+        raise JobError(f"{doing} ended the program at {_place(error, path)} with exit code {error.code!r}",
+                       hint='keep scripts under `if __name__ == "__main__":`; hyperparameters are the parameters '
+                            "of the job's function, set with --set NAME=VALUE") from error
+    except SyntaxError as error:
+        raise JobError(_syntax_message(error, path)) from error
+    except Exception as error:
+        raise _job_error(error, path, doing) from error
+
+
+def _job_error(error: Exception, path: Path, doing: str) -> JobError:
+    place = _place(error, path)
+    if isinstance(error, ModuleNotFoundError) and (missing := _missing_package(error)):
+        message = f"{place} needs the package '{missing}', which is not installed"
+        install = f"pip install {_INSTALLED_AS.get(missing, missing)}"
+        if missing == path.stem:
+            return JobError(f"{message}; {path.name} has the same name, and a job file can't import itself",
+                            hint=f"{install}, or rename {path.name}")
+        return JobError(message, hint=f"{install}{_like_a_neighbour(missing, path)}")
+    text = f": {error}" if str(error) else ""
+    hint = _hidden_neighbour(error, path)
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        hint = "modules beside a job file are imported by their plain names: import net, not from . import net"
+    return JobError(f"{doing} raised {type(error).__name__} at {place}{text}", hint=hint)
+
+
+def _missing_package(error: ModuleNotFoundError) -> str | None:
+    """The package that is not there at all; None if only a module inside it is missing."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package in sys.modules:
+        return None
+    try:
+        return None if importlib.util.find_spec(package) else package
+    except ModuleNotFoundError:
+        return package
+
+
+def _like_a_neighbour(name: str, path: Path) -> str:
+    stems = [file.stem for file in path.parent.glob("*.py") if file != path]
+    close = difflib.get_close_matches(name, stems, n=1, cutoff=0.7)
+    return f", or did you mean {close[0]}.py beside {path.name}?" if close else ""
+
+
+def _hidden_neighbour(error: Exception, path: Path) -> str | None:
+    """Explains a missing name in a package that the user takes for a module of their own."""
+    owner = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    name = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(error, "name", None)
+    beside = path.parent / f"{name}.py"
+    if isinstance(error, AttributeError | ImportError) and beside.is_file():
+        loaded = getattr(sys.modules.get(str(name)), "__file__", None)
+        if loaded and Path(loaded).resolve() != beside:
+            return f"'{name}' is the installed {loaded}, not your {beside.name}: rename your file"
+    return None
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """FILE:LINE of the innermost frame in the job file or its neighbours."""
+    place, trace = path.name, error.__traceback__
+    while trace is not None:
+        file = Path(trace.tb_frame.f_code.co_filename)
+        if file == path or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _neighbours_of(path):
+            place = f"{file.relative_to(path.parent) if file.is_relative_to(path.parent) else file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def _neighbours_of(path: Path) -> set[str]:
+    return next((f.module_names for f in sys.meta_path if isinstance(f, _Neighbours) and f.job_path == path), set())
+
+
+def _syntax_message(error: SyntaxError, path: Path) -> str:
+    place = f"{Path(error.filename or path).name}:{error.lineno}" if error.lineno else path.name
+    line = f"\n    {error.text.strip()}" if error.text and error.text.strip() else ""
+    return f"{place}: {type(error).__name__}: {error.msg}{line}"
+
+
+def _indefinite(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------
+
+
+def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, converted to what the function's parameters are; all that is wrong is said at once."""
+    from paceline.base.schema import allowed, convert  # msgspec takes a moment to load
+
+    named = _parameters(function)
+    kinds = {name: _kind(parameter, function) for name, parameter in named.items()}
+    values, problems = {}, []
+    for name, setting in settings.items():
+        if name not in named:
+            problems.append(f"unknown hyperparameter '{name}', {nearest(name, named)}")
+            continue
+        try:
+            values[name] = convert(setting, kinds[name])
+        except ValueError:
+            problems.append(f"{name}={setting} must be {allowed(kinds[name])}")
+    problems += [f"hyperparameter '{name}' has no default and is not set" for name, parameter in named.items()
+                 if parameter.default is parameter.empty and name not in settings]
+    if problems:
+        signature = ", ".join(str(parameter.replace(annotation=kinds[name])) for name, parameter in named.items())
+        raise JobError("; ".join(problems), hint=f"the job is {getattr(function, '__name__', 'job')}({signature})")
+    return values
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return {p.name: p for p in inspect.signature(function).parameters.values()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _kind(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
+    """What a parameter may be: its annotation, or else the type of its default."""
+    kind = parameter.annotation
+    if isinstance(kind, str):  # from __future__ import annotations
+        try:
+            kind = eval(kind, getattr(inspect.unwrap(function), "__globals__", {}))
+        except Exception:  # a name that only type checkers know
+            kind = parameter.empty
+    if kind is parameter.empty or not (isinstance(kind, type) or get_origin(kind)):
+        return _kind_of_default(parameter.default)
+    return kind | None if parameter.default is None else kind
+
+
+def _kind_of_default(default: Any) -> Any:
+    if isinstance(default, tuple | list) and default:
+        kinds = [_kind_of_default(element) for element in default]
+        element = kinds[0] if all(kind == kinds[0] for kind in kinds) else Any
+        return types.GenericAlias(*((list, element) if isinstance(default, list) else (tuple, (element, ...))))
+    return next((kind for kind in (bool, int, float, str, tuple, list) if isinstance(default, kind)), Any)

@@ -1,0 +1,243 @@
+"""A rank that torchrun or Slurm started: it joins the others instead of making them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from paceline.base.errors import ClusterError, PacelineError, PeerLost
+from paceline.base.waiting import waiting
+from paceline.cluster.cluster import Device
+from paceline.launch.hosts import tls
+from paceline.launch.hosts.environment import Environment, address_towards, interface_towards
+from paceline.launch.hosts.liveness import Hub, Liveness, Spoke
+from paceline.launch.hosts.run_keys import run_key
+from paceline.launch.process import host_context as hosted
+from paceline.launch.process.context import RankContext
+from paceline.launch.process.failure import Failure, RankFailed
+from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
+from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
+from paceline.launch.process.rank_process import Body, run_rank, set_up_device
+from paceline.launch.process.verb_table import VerbTable
+from paceline.launch.process.watchdog import explained, within
+
+_HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
+_LEAVE_S = 2.0  # rank 0 keeps the store, and leaves after the others have read there why
+_POLL_S = 0.01  # of the store, while rank 0 makes what the others wait for
+
+
+def join(environment: Environment, *, timeout_s: float) -> Any:
+    """Meet the other ranks at the launcher's address. Returns the store they share.
+
+    Sets GLOO_SOCKET_IFNAME, if it is not set, to the interface that faces the meeting place.
+
+    Raises:
+        ClusterError: on rank 0, something else has the port. PeerLost: the others can't be met there.
+    """
+    import torch.distributed as dist
+
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(environment.master_address)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        if environment.launcher == "Slurm":
+            store = dist.TCPStore(environment.master_address, environment.master_port, environment.world_size,
+                                  is_master=environment.rank == 0, timeout=timedelta(seconds=timeout_s))
+        else:
+            store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size,
+                                               timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as error:
+        raise _unmet(environment, str(error).partition("\n")[0]) from error
+    return dist.PrefixStore(f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _unmet(environment: Environment, why: str) -> PacelineError:
+    """What a rank says that can't meet the others."""
+    port = environment.master_port
+    if "EADDRINUSE" in why:
+        return ClusterError(f"MASTER_PORT={port}, where the ranks meet, is in use by another program on this host",
+                            hint="MASTER_PORT=N with another N, the same for every rank; 1024 to 65535 are allowed")
+    return PeerLost(f"rank {environment.rank} can't meet the {environment.world_size} ranks of this run at "
+                    f"{environment.master_address}:{port}: {why}",
+                    hint="MASTER_ADDR must be the host of rank 0 and MASTER_PORT free there before the start; "
+                         "--patience SECONDS waits longer for ranks that start late")
+
+
+def agree(store: Any, environment: Environment, key: str, make: Callable[[], str], *, timeout_s: float) -> str:
+    """A text that rank 0 makes and every rank learns. What rank 0 raises, the others learn as a failure too.
+
+    timeout_s: how long the others wait without a sign of rank 0, which may take longer than that.
+
+    Raises:
+        PeerLost: on the others, there was none.
+    """
+    def count() -> None:
+        with suppress(RuntimeError):  # the store's, of which the others hear too
+            store.add(f"{key}/signs", 1)
+
+    if environment.rank == 0:
+        try:
+            with signs_of_life(count, every_s=timeout_s / 8):
+                text = json.dumps([True, make()])
+        except BaseException as error:
+            store.set(key, json.dumps([False, str(error)]))
+            raise
+        store.set(key, text)
+    else:
+        _wait(store, environment, key, timeout_s=timeout_s)
+    is_agreed, value = json.loads(store.get(key))
+    if not is_agreed:
+        sys.exit(2)  # rank 0 has said why
+    return str(value)
+
+
+def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -> None:
+    latest_signs, deadline_s = -1, 0.0
+    with waiting:
+        while not store.check([key]):
+            if (signs := store.add(f"{key}/signs", 0)) != latest_signs:
+                latest_signs, deadline_s = signs, time.monotonic() + timeout_s
+            elif time.monotonic() > deadline_s:
+                raise PeerLost(f"rank {environment.rank} has waited {timeout_s:g} s for rank 0, which gave no sign of "
+                               "life", hint="its own log says why, if it has ended; --patience SECONDS waits longer")
+            time.sleep(_POLL_S)
+
+
+def run_joined(body: Body, environment: Environment, device: Device, *, store: Any, attempt: str,
+               run_dir: Path | None, timeout_s: float, fault_policy: FaultPolicy = ALL_NEEDED) -> Any:
+    """Run `body(context)` as this rank and return its result.
+
+    Raises:
+        RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
+        UsageError: connections between hosts must be encrypted, and can't be.
+    """
+    encrypts = tls.is_used(environment, fault_policy)
+    terminal, hosted_rank = sys.stderr, hosted.this_rank()
+
+    def report(failure: Failure) -> None:
+        if hosted_rank is not None:
+            hosted_rank.report(failure)  # the hosts' processes tell each other
+            return
+        within(_HEARD_S, lambda: store.set(f"failure/{environment.rank}", failure.to_json()))
+        _tell_elastic_agent(failure)
+
+    def report_end(failure: Failure) -> None:
+        report(failure := explained(failure, context, context.verb_row))
+        if hosted_rank is not None:
+            return
+        is_told = (_cause_elsewhere(store, environment, _HEARD_S) if failure.heard
+                   else within(_HEARD_S, lambda: store.add("hang told", 1) != 1))
+        if not is_told:
+            # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
+            for stream in (sys.stderr,) if environment.rank == 0 else (terminal, sys.stderr):
+                print(f"error: {failure.describe()}", file=stream, flush=True)
+
+    nonce = agree(store, environment, f"nonce/{attempt}", lambda: secrets.token_hex(16), timeout_s=timeout_s)
+    # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
+    need_each_other = fault_policy.uses_process_group and environment.world_size > 1
+    liveness = _join_liveness(store, environment, attempt, nonce, timeout_s) if need_each_other else None
+    board, slot = (hosted_rank.board, hosted_rank.slot) if hosted_rank is not None else (HeartbeatTable(1), 0)
+    board.write(slot, 0, "build")  # it is watched from here on
+    if shares_verbs := hosted_rank is None and environment.local_world_size > 1:
+        board.verbs = VerbTable.of_launch(attempt, environment.world_size)
+    context = RankContext(
+        environment.rank, environment.world_size, environment.local_world_size,
+        set_up_device(device, environment.local_world_size), None, board, slot, attempt, timeout_s=timeout_s,
+        secret=run_key("servers", nonce), encrypts=encrypts,
+        host=address_towards(environment.master_address) or "127.0.0.1",
+        num_starts=environment.num_starts, deaths=(0,) * environment.world_size,
+        lost=liveness.lost if liveness else [], unreachable=liveness.unreachable if liveness else [],
+        hosts=_hosts_of_ranks(store, environment, attempt), verb_row=environment.rank if shares_verbs else None)
+    if fault_policy.uses_process_group and not device.is_limit:
+        _give_copies(context)
+    result, failure, log = run_rank(body, context, device, make_store=lambda: store, run_dir=run_dir,
+                                    report=report_end, fault_policy=fault_policy)
+    if failure is not None:
+        report(failure := explained(failure, context, context.verb_row))
+    board.verbs.remove()
+    if liveness:
+        liveness.close(farewell=failure is None or failure.is_stop)
+    if failure is None:
+        return result
+    if hosted_rank is None and failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
+        sys.exit(failure.exit_code)
+    raise RankFailed(failure, log)
+
+
+def _give_copies(context: RankContext) -> None:
+    """Let a rank that the host's process started keep copies in its memory."""
+    hosted_rank = hosted.this_rank()
+    if hosted_rank is not None and hosted_rank.copies is not None:
+        context.host_copies, context.copies = hosted_rank.copies, hosted_rank.copies.memory
+
+
+def _join_liveness(store: Any, environment: Environment, attempt: str, nonce: str,
+                   timeout_s: float) -> Liveness | None:
+    """Hear of ranks that die. None where rank 0 can't be reached for it, which is told."""
+    hubs: list[Hub] = []
+
+    def make() -> str:
+        hubs.append(Hub(secret=run_key("liveness", nonce), patience_s=timeout_s))
+        return json.dumps([address_towards(environment.master_address) or environment.master_address, hubs[0].port])
+
+    address, port = json.loads(agree(store, environment, f"liveness/{attempt}", make, timeout_s=timeout_s))
+    if hubs:
+        return hubs[0]
+    try:
+        return Spoke(environment.rank, (address, port), secret=run_key("liveness", nonce), patience_s=timeout_s)
+    except OSError as error:
+        print(f"warning: rank {environment.rank} can't reach rank 0 at {address}:{port} ({error}): "
+              f"it notices after --patience {timeout_s:g} s, not at once, if a rank dies", file=sys.stderr, flush=True)
+        return None
+
+
+def _hosts_of_ranks(store: Any, environment: Environment, attempt: str) -> tuple[str, ...]:
+    """Name and address of each rank's host. Collective."""
+    if environment.local_world_size == environment.world_size:
+        return ()
+    name, address = socket.gethostname(), address_towards(environment.master_address)
+    keys = [f"host/{attempt}/{rank}" for rank in range(environment.world_size)]
+    store.set(keys[environment.rank], f"{name} ({address})" if address else name)
+    with waiting:
+        return tuple(host.decode() for host in store.multi_get(keys))
+
+
+def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) -> bool:
+    """Whether another rank reports a failure of its own within some seconds, or has said what all saw."""
+    others: Sequence[int] = [r for r in range(environment.world_size) if r != environment.rank]
+    deadline_s = time.monotonic() + patience_s
+
+    def ask() -> bool:
+        while time.monotonic() < deadline_s:
+            for rank in others:
+                if store.check([f"failure/{rank}"]):
+                    failure = Failure.from_json(store.get(f"failure/{rank}").decode())
+                    if not failure.heard:
+                        return True
+            time.sleep(0.2)
+        return bool(store.add("loss told", 1) != 1)  # nobody knows the cause: the first says what all saw
+
+    is_known = within(2 * patience_s, ask)
+    if environment.rank == 0:
+        time.sleep(_LEAVE_S)
+    return bool(is_known)  # nothing is, where the store is gone
+
+
+def _tell_elastic_agent(failure: Failure) -> None:
+    """Leave the report where torchrun looks for it, so that its own summary shows the cause."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            message = {"message": failure.describe(), "extraInfo": {"py_callstack": failure.trace,
+                                                                    "timestamp": str(int(failure.time_s))}}
+            Path(path).write_text(json.dumps({"message": message}))

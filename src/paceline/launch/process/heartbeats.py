@@ -1,0 +1,102 @@
+"""Heartbeats: the step and phase of every local rank, in memory that outlives each rank; and signs of life beside work
+that gives none."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from paceline.launch.process.verb_table import VerbTable
+
+PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
+          "copy", "callback", "end")
+# Of an entry: where its rank is, when it said so, whether it waits for others, and whether its process died.
+_WORDS, _WORD_BYTES = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A rank's last sign of life. step: the one in progress, from 1; 0 before the first."""
+
+    step: int
+    phase: str
+    time_s: float
+
+    def __str__(self) -> str:
+        return f"step {self.step} ({self.phase})" if self.step else f"start ({self.phase})"
+
+
+class HeartbeatTable:
+    """One entry a rank in an anonymous shared mapping, inherited by forked ranks. Only its rank writes an entry,
+    but for the word that the rank's process died, which is its parent's.
+
+    Others read it at any moment, so each word is written at once. (struct.pack_into first clears what it will write: a
+    reader met times of 0, and a healthy rank was taken for one that had been silent since the machine started.)
+
+    One word more says whether the ranks have ended.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._words = memoryview(mmap.mmap(-1, (_WORDS * num_ranks + 1) * _WORD_BYTES)).cast("q")
+        self.verbs = VerbTable(num_ranks)
+        for rank in range(num_ranks):
+            self.write(rank, 0, "start")
+
+    @property
+    def over(self) -> bool:
+        """Whether the ranks have ended; set by their parent."""
+        return bool(self._words[-1])
+
+    @over.setter
+    def over(self, is_over: bool) -> None:
+        self._words[-1] = is_over
+
+    def write(self, rank: int, step: int, phase: str) -> None:
+        self._words[_WORDS * rank] = step * len(PHASES) + PHASES.index(phase)
+        self._words[_WORDS * rank + 1] = time.monotonic_ns()
+
+    def renew(self, rank: int) -> None:
+        """The rank goes on with what it wrote last; see `long_work.py`."""
+        self._words[_WORDS * rank + 1] = time.monotonic_ns()
+
+    def set_waits(self, rank: int, waits: bool) -> None:
+        """A rank's own word that its main thread waits for others; see `waiting.py`."""
+        self._words[_WORDS * rank + 2] = waits
+
+    def waits(self, rank: int) -> bool:
+        return bool(self._words[_WORDS * rank + 2])
+
+    def set_died(self, rank: int, died: bool) -> None:
+        """The parent's word that a rank's process ended before the rank said so."""
+        self._words[_WORDS * rank + 3] = died
+
+    @property
+    def dead(self) -> list[int]:
+        """The ranks that died, in their order."""
+        return [rank for rank in range(len(self._words) // _WORDS) if self._words[_WORDS * rank + 3]]
+
+    def read(self, rank: int) -> Heartbeat:
+        step, phase = divmod(self._words[_WORDS * rank], len(PHASES))
+        return Heartbeat(step, PHASES[phase], 1e-9 * self._words[_WORDS * rank + 1])
+
+
+@contextmanager
+def signs_of_life(give: Callable[[], None], *, every_s: float) -> Iterator[None]:
+    """Call `give()` in a thread at this interval while the block runs; its end waits for a call that has begun."""
+    is_over = threading.Event()
+
+    def give_all() -> None:
+        while not is_over.wait(every_s):
+            give()
+
+    thread = threading.Thread(target=give_all, name="paceline-signs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

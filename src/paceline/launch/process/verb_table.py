@@ -1,0 +1,80 @@
+"""Which verbs of a step of one's own each local rank has called, in memory that outlives each rank."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+from paceline.base.temporary import open_own
+
+_STEPS = 2  # of each rank that are kept: a rank may have begun the next one when another fails
+_STEP_BYTES, _TEXT_BYTES = 8, 1016  # of an entry: its step, and its verbs; more verbs than fit are left out
+
+
+class VerbTable:
+    """The verbs of the last two steps of each rank, one a line; only its rank writes them.
+
+    A verb is noted before its collectives, so a rank that fails on another's message finds that rank's verb here.
+    """
+
+    def __init__(self, num_ranks: int, path: Path | None = None) -> None:
+        """
+        Args:
+            path: Of a file that the ranks share; without one, those that are forked from this process share its memory.
+        """
+        self.num_ranks, self.path = num_ranks, path
+        size = num_ranks * _STEPS * (_STEP_BYTES + _TEXT_BYTES)
+        if path is None:
+            self._memory = mmap.mmap(-1, size)
+            return
+        file = open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.ftruncate(file, size)
+            self._memory = mmap.mmap(file, size)
+        finally:
+            os.close(file)
+
+    @classmethod
+    def of_launch(cls, attempt: str, num_ranks: int) -> VerbTable:
+        """The table of ranks that somebody else started on this host; each of them opens it, and `remove`s it at its
+        end. attempt: names their launch. Where the file is another user's, each rank sees its own verbs alone."""
+        try:
+            return cls(num_ranks, Path(tempfile.gettempdir()) / f"paceline-verbs-{attempt}")
+        except OSError:
+            return cls(num_ranks)
+
+    def remove(self) -> None:
+        """Take the file away; who has opened it still reads and writes the table."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def note(self, rank: int, step: int, verb: str) -> None:
+        """Rank `rank` calls `verb` in step `step`, counted from 1."""
+        start, earlier = self._start(rank, step), "".join(f"{each}\n" for each in self.of(rank, step))
+        text = f"{earlier}{verb}\n".encode()
+        if len(text) <= _TEXT_BYTES:
+            self._memory[start:start + _STEP_BYTES] = step.to_bytes(_STEP_BYTES, "little")
+            self._memory[start + _STEP_BYTES:start + _STEP_BYTES + _TEXT_BYTES] = text.ljust(_TEXT_BYTES, b"\0")
+
+    def of(self, rank: int, step: int) -> list[str]:
+        """The verbs that a rank has called in a step; none if the step is not kept."""
+        start = self._start(rank, step)
+        if int.from_bytes(self._memory[start:start + _STEP_BYTES], "little") != step:
+            return []
+        text = self._memory[start + _STEP_BYTES:start + _STEP_BYTES + _TEXT_BYTES].rstrip(b"\0")
+        return text.decode(errors="replace").split("\n")[:-1]
+
+    def mismatch(self, rank: int, step: int) -> str:
+        """Which other verb another rank called in the place of this rank's, in words; "" if none did."""
+        verbs = self.of(rank, step)
+        for other in range(self.num_ranks):
+            for number, (verb, other_verb) in enumerate(zip(verbs, self.of(other, step), strict=False), start=1):
+                if verb != other_verb:
+                    return (f"ranks call different verbs in step {step}: as number {number}, rank {rank} came to "
+                            f"{verb} and rank {other} to {other_verb}")
+        return ""
+
+    def _start(self, rank: int, step: int) -> int:
+        return (rank * _STEPS + step % _STEPS) * (_STEP_BYTES + _TEXT_BYTES)

@@ -1,0 +1,67 @@
+"""Measurements of this machine, kept between runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.accelerators import identity
+from paceline.cluster.cluster import DeviceKind, usable_cores
+
+VERSION = 6
+OLD_S = 3600.0  # after which a CPU may have another pace: power modes, what runs beside a virtual machine
+
+
+def read(what: str, kind: DeviceKind) -> Any:
+    """A document of this machine; None if there is none, or it is damaged."""
+    try:
+        return json.loads(_path(what, kind).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def age_s(what: str, kind: DeviceKind) -> float:
+    """Seconds since a document was written; infinite if there is none."""
+    try:
+        return time.time() - _path(what, kind).stat().st_mtime
+    except OSError:
+        return math.inf
+
+
+def write(what: str, kind: DeviceKind, document: Any) -> None:
+    """Keep a document; several processes may do so at once. A cache that can't be written is no reason to stop."""
+    path = _path(what, kind)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(document, indent=1))
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _path(what: str, kind: DeviceKind) -> Path:
+    """The file of this machine and this torch."""
+    identity = "\n".join(map(str, (VERSION, kind, usable_cores(), processor(kind), version("torch"))))
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "paceline" / f"{what}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def processor(kind: DeviceKind) -> str:
+    """Which one this machine has, in its maker's words."""
+    if kind == "cuda":
+        return identity()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

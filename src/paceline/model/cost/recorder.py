@@ -1,0 +1,410 @@
+"""Watches one forward and backward: the work of every operator, and when every tensor's memory comes and goes."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from paceline.model.cost.fusion import Fusion, SparedByFusion
+from paceline.model.cost.op_calls import NO_CALLS, UNKNOWN, Operand, OperatorCall, OperatorCalls, is_plain
+from paceline.model.cost.products import products_of
+from paceline.model.cost.profile import Affine, Core, Fused, Product, Segment, Work
+
+aten = torch.ops.aten
+Direction = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPosition:
+    """Where in a step something happens: the number of the segment, and which way."""
+
+    segment: int
+    direction: Direction
+
+
+@dataclass(slots=True)
+class Tallied:
+    """Work counted so far. What fusing operators spares of it is known in the end."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    function_bytes: float = 0.0
+    operators: int = 0
+    spared: SparedByFusion = field(default_factory=SparedByFusion)
+    products: list[Product] = field(default_factory=list)
+    calls: list[OperatorCall] = field(default_factory=list)
+
+    def work(self, step_bytes: float) -> Work:
+        """step_bytes: that a step touches, which lie between two uses of a tensor in different passes."""
+        return Work(Affine(self.flops), Affine(self.moved_bytes), Affine(self.function_bytes), self.operators,
+                    tuple(self.products),
+                    Fused(Affine(self.spared.num_bytes), self.spared.operators, self.spared.kernels),
+                    OperatorCalls(tuple(call.across(step_bytes) for call in self.calls)) if self.calls else NO_CALLS)
+
+
+@dataclass
+class SparedScores:
+    """What selective recomputation lets go of in one place. num_bytes: not kept. work: done again."""
+
+    num_bytes: int = 0
+    work: Tallied = field(default_factory=Tallied)
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Bytes alive in one place: when it is entered, at most, and when it is left."""
+
+    start: int
+    peak: int
+    end: int
+
+
+@dataclass
+class WorkRecorder(TorchDispatchMode):
+    """Counts what runs inside `with recorder:`, on fake or on real tensors alike.
+
+    Tensors that exist before (parameters, buffers, the batch) are not counted when they are given to `ignore`.
+    batches: such as the one that it sees, until the data come again.
+    The storages of gradients are left out of all levels, from their first moment on: who holds gradients, and how
+    long, is the strategies' business.
+    """
+
+    place: StepPosition = StepPosition(0, "forward")
+    work: dict[StepPosition, Tallied] = field(default_factory=lambda: defaultdict(Tallied))
+    outputs: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    batches: float = math.inf
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._known: set[int] = set()
+        self._gradient_serials: set[int] = set()
+        # place, serial of the storage, bytes (negative when it goes)
+        self._log: list[tuple[StepPosition, int, int]] = []
+        self._serial = 0
+        self._until_kept: dict[StepPosition, tuple[Tallied, int, int]] = {}
+        self._kept_tensors: Counter[StepPosition] = Counter()
+        self._fusion = Fusion()
+        self._distances = Distances()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        spared = self._fusion.spared()
+        for place, tallied in self.work.items():
+            tallied.spared = spared[place]
+
+    def ignore(self, tensors: Iterable[Any]) -> None:
+        """Leave out the memory of tensors that outlive the pass."""
+        self._known.update(t.untyped_storage()._cdata for t in tensors if _has_storage(t))
+
+    def move_to(self, place: StepPosition) -> None:
+        self.place = place
+        self._log.append((place, -1, 0))  # a place where no memory comes or goes has levels too
+
+    @property
+    def touched_bytes(self) -> float:
+        """By all operators until now."""
+        return self._distances.touched
+
+    def pass_over(self, num_bytes: float) -> None:
+        """Count what blocks would touch here that are left out of the model."""
+        self._distances.touched += num_bytes
+
+    def complete_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
+        """A parameter's gradient is made: it belongs to the segment whose backward is running."""
+        self.gradients[self.place.segment].append(name)
+        if gradient is not None and _has_storage(gradient):
+            serial, _ = self._alive.get(gradient.untyped_storage()._cdata, (-1, None))
+            self._gradient_serials.add(serial)
+
+    def note_state(self, gradient: torch.Tensor | None, state: Iterable[torch.Tensor]) -> None:
+        """What an optimizer keeps of a gradient is zero where the gradient always is."""
+        if gradient is not None and _has_storage(gradient):
+            for tensor in state:
+                if tensor.shape == gradient.shape:
+                    self._distances.note_zeros(tensor, self._distances.zero_part(gradient))
+
+    def note_kept(self) -> None:
+        """Autograd keeps a tensor now: what was counted here so far is done again where a forward runs twice."""
+        tallied = self.work[self.place]
+        self._kept_tensors[self.place] += 1
+        self._until_kept[self.place] = replace(tallied), len(tallied.products), len(tallied.calls)
+
+    def _again(self, place: StepPosition) -> Tallied | None:
+        if place not in self._until_kept:
+            return None
+        tallied, products, calls = self._until_kept[place]
+        return replace(tallied, products=tallied.products[:products], calls=tallied.calls[:calls])
+
+    def levels(self) -> dict[StepPosition, Levels]:
+        """Levels of every place that was entered, counted from an empty device."""
+        levels: dict[StepPosition, Levels] = {}
+        level = 0
+        for place, serial, num_bytes in self._log:
+            before = levels.get(place, Levels(level, level, level))
+            if serial not in self._gradient_serials:
+                level += num_bytes
+            levels[place] = Levels(before.start, max(before.peak, level), level)
+        return levels
+
+    def segment(self, number: int, levels: Mapping[StepPosition, Levels], *, step_bytes: float,
+                spared: SparedScores | None) -> Segment:
+        """What a segment does and keeps, with the samples that it ran with. step_bytes: see `Tallied.work`."""
+        places = StepPosition(number, "forward"), StepPosition(number, "backward")
+        ahead, back = (levels.get(place, Levels(0, 0, 0)) for place in places)
+        forward, backward = (self.work.get(place, Tallied()).work(step_bytes) for place in places)
+        again = self._again(places[0])
+        return Segment(
+            forward=forward, backward=backward, kept_bytes=Affine(ahead.end - ahead.start),
+            output_bytes=Affine(self.outputs.get(number, 0)), forward_peak_bytes=Affine(ahead.peak - ahead.start),
+            backward_peak_bytes=Affine(max(0, back.peak - ahead.end)),
+            core=None if spared is None else Core(spared.work.work(step_bytes), Affine(spared.num_bytes)),
+            again=None if again is None else again.work(step_bytes), kept_tensors=self._kept_tensors[places[0]])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace != "aten":
+            return result
+        outputs = [t for t in tree_leaves(result) if _has_storage(t)]
+        if (kept := _WORKSPACE_BYTES.get(func._overloadpacket)) is not None and not result[-1].numel():
+            self._track(result[-1], kept(*args))
+        fresh = [t for t in outputs if self._track(t)]
+        if fresh or func._schema.is_mutable:
+            self._distances.forget(fresh)
+            self.count(func, args, kwargs, result, outputs)
+        return result
+
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: Sequence[torch.Tensor]) -> None:
+        tallied = self.work[self.place]
+        tallied.operators += 1
+        formula = _FORMULAS.get(func._overloadpacket)
+        inputs = [t for t in tree_leaves((args, kwargs)) if _has_storage(t)]
+        self._fusion.add(self.place, self._named(inputs), self._named(outputs), is_product=formula is not None)
+        num_bytes = sum(_num_bytes(t) for t in (*inputs, *outputs))
+        flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
+        tallied.calls.append(self._distances.call(self.place, func, args, kwargs, flops, num_bytes))
+        self._distances.touch(self.place, (*inputs, *outputs))
+        if func._overloadpacket == aten.embedding_dense_backward:
+            self._distances.note_zeros(result, 1 - self.batches * args[1].numel() / result.shape[0])
+        if formula is not None:
+            tallied.flops += flops
+            tallied.products += products_of(func._overloadpacket, args, kwargs, result)
+            return
+        name = func._schema.name.removeprefix("aten::")
+        if is_plain(name):
+            tallied.moved_bytes += num_bytes
+        else:
+            tallied.function_bytes += num_bytes * _SLOWER.get(name, 1)
+
+    def _named(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """Each tensor's storage, by a number that no other storage gets, and its bytes."""
+        keys = [t.untyped_storage()._cdata for t in tensors]
+        return [(self._alive[key][0] if key in self._alive else ~key, _num_bytes(t))
+                for key, t in zip(keys, tensors, strict=True)]
+
+    def _track(self, tensor: torch.Tensor, num_bytes: int | None = None) -> bool:
+        """Follow the tensor's storage until it is freed; False if it was known. num_bytes: that it really has."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or key in self._known:
+            return False
+        num_bytes, serial = storage.nbytes() if num_bytes is None else num_bytes, self._serial
+        self._serial += 1
+
+        def freed(_: Any) -> None:
+            self._log.append((self.place, serial, -num_bytes))
+            self._alive.pop(key, None)
+
+        self._log.append((self.place, serial, num_bytes))
+        self._alive[key] = (serial, weakref.ref(storage, freed))
+        return True
+
+
+# Factors of an update that kernels know; others, which differ from step to step, take as long as any.
+SPECIAL, ORDINARY = (0.0, 0.5, 1.0, 2.0, 3.0, -1.0), 0.25
+
+
+class Distances:
+    """What is touched between two uses of a tensor: how far away it is when an operator asks for it."""
+
+    def __init__(self) -> None:
+        self.touched = 0.0
+        self._last: dict[int, tuple[float, Direction]] = {}
+        self._zero_parts: dict[int, float] = {}
+
+    def note_zeros(self, tensor: torch.Tensor, part: float) -> None:
+        """This part of its values is zero and stays so, if all samples have as many tokens as those that are seen; in
+        eighths, so that few operators are timed."""
+        if part >= 1 / 8:
+            self._zero_parts[tensor.untyped_storage()._cdata] = math.floor(8 * part) / 8
+
+    def zero_part(self, tensor: torch.Tensor) -> float:
+        return self._zero_parts.get(tensor.untyped_storage()._cdata, 0.0)
+
+    def forget(self, made: Iterable[torch.Tensor]) -> None:
+        """Of storages that are new, at addresses where others may have been."""
+        for t in made:
+            self._last.pop(t.untyped_storage()._cdata, None)
+            self._zero_parts.pop(t.untyped_storage()._cdata, None)
+
+    def touch(self, place: StepPosition, tensors: Iterable[torch.Tensor]) -> None:
+        """In one operator."""
+        for t in tensors:
+            self.touched += _num_bytes(t)
+        for t in tensors:
+            self._last[t.untyped_storage()._cdata] = self.touched, place.direction
+
+    def call(self, place: StepPosition, func: Any, args: Any, kwargs: Any, flops: float,
+             num_bytes: float) -> OperatorCall:
+        """An operator as it is called in a place. What a forward makes is in memory that the last step let go of."""
+        try:
+            arguments = tuple(self._noted(argument, place) for argument in args)
+            options = tuple((name, self._noted(argument, place)) for name, argument in kwargs.items())
+        except TypeError:
+            return OperatorCall(UNKNOWN, flops=float(flops), num_bytes=float(num_bytes))
+        return OperatorCall(str(func), arguments, options, float(flops), float(num_bytes),
+                            None if place.direction == "forward" else 0.0)
+
+    def _noted(self, value: Any, place: StepPosition) -> Any:
+        """
+        Raises:
+            TypeError: it is nothing that can be noted.
+        """
+        if _has_storage(value):
+            touched, direction = self._last.get(value.untyped_storage()._cdata, (0.0, None))
+            return Operand(tuple(map(int, value.shape)), tuple(map(int, value.stride())),
+                           str(value.dtype).removeprefix("torch."),
+                           self.touched - touched if direction == place.direction else None,
+                           self.zero_part(value))
+        if isinstance(value, tuple | list):
+            return tuple(self._noted(part, place) for part in value)
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return str(value)
+        if isinstance(value, torch.device):
+            return None
+        if isinstance(value, float) and value not in SPECIAL and place.direction == "update":
+            return ORDINARY
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(type(value).__name__)
+
+
+def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Module) -> list[str]:
+    """Tell the recorder which piece runs, forward and backward, and when gradients are made.
+
+    Backward only ever moves towards the first segment: a hook that fires late (a skip connection's) is not
+    followed back.
+
+    Returns:
+        The piece of each segment, "" between pieces; filled as the forward pass goes on.
+    """
+    segments = [""]
+
+    def back_to(segment: int) -> Callable[[Any], None]:
+        def hook(_: Any) -> None:
+            place = recorder.place
+            if place.direction == "forward" or segment < place.segment:
+                recorder.move_to(StepPosition(segment, "backward"))
+        return hook
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            before = len(segments) - 1
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(back_to(before))
+            segments.append(name)
+            recorder.move_to(StepPosition(len(segments) - 1, "forward"))
+        return hook
+
+    def leave(_: nn.Module, args: Any, output: Any) -> None:
+        segment = len(segments) - 1
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        recorder.outputs[segment] = sum(_num_bytes(t) for t in tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(back_to(segment))
+        segments.append("")
+        recorder.move_to(StepPosition(len(segments) - 1, "forward"))
+
+    for name, piece in pieces.items():
+        piece.register_forward_pre_hook(enter(name), with_kwargs=True)
+        piece.register_forward_hook(leave)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: recorder.complete_gradient(name, p.grad))
+    return segments
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, *_with_heads_of(query, key, value))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, *_with_heads_of(query, key, value))
+
+
+def _with_heads_of(query: Any, *others: Any) -> list[tuple[int, ...]]:
+    """Shapes of keys or values as a kernel reads them, where several heads of queries share one of theirs. torch's own
+    formulas refuse that up to 2.11."""
+    return [(*other.shape[:1], *query.shape[1:2], *other.shape[2:]) for other in others]
+
+
+def _recurrent(x: Any, weight: Any, recurrent: Any, *args: Any, **kwargs: Any) -> int:
+    """Of one layer and direction: each step of the sequence multiplies its input, and the state before it."""
+    return int(2 * math.prod(x.shape[:-1]) * (weight.numel() + recurrent.numel()))
+
+
+def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent(*args)
+
+
+def _recurrent_workspace(x: Any, weight: Any, recurrent: Any, *args: Any) -> int:
+    """Bytes that a layer keeps for its backward, for each step of the sequence and sample."""
+    inner, state = weight.shape[1], recurrent.shape[1]
+    values = WORKSPACE_STATES * state + WORKSPACE_INPUTS * max(inner, state)
+    return round(math.prod(x.shape[:-1]) * values * x.element_size())
+
+
+# What oneDNN keeps of a recurrent layer for its backward: gates, states and their gradients. A fake one has no bytes.
+# Fitted on states of 128 and 256 values with inputs of 128 to 512, torch 2.13: within 2 %, and 12 % for layers of 48
+# and 60 values, whose rows are rounded up.
+WORKSPACE_STATES, WORKSPACE_INPUTS = 9.45, 6.23
+_WORKSPACE_BYTES: dict[Any, Callable[..., int]] = {aten.mkldnn_rnn_layer: _recurrent_workspace}
+# How much slower than a GELU, byte for byte: max_pool2d 1.2 GB/s, GELU 8.4 GB/s, one core, torch 2.13.
+_SLOWER = {"max_pool2d_with_indices": 7}
+# torch's counter takes the CPU's kernels of attention and of recurrent layers for free: they are not in its registry.
+# The causal half that a kernel may skip is counted, as it is there.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    **dict.fromkeys((aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+                     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu),
+                    _attention),
+    **dict.fromkeys((aten._scaled_dot_product_flash_attention_backward,
+                     aten._scaled_dot_product_efficient_attention_backward,
+                     aten._scaled_dot_product_cudnn_attention_backward,
+                     aten._scaled_dot_product_flash_attention_for_cpu_backward), _attention_backward),
+    aten.mkldnn_rnn_layer: _recurrent,
+    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+}

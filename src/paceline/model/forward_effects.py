@@ -1,0 +1,204 @@
+"""What a model's own forward does to its parameters and blocks, learned by running it before it is laid out."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.model.copy_on_write import SeenValue, address
+
+# Calls of operators that write to a tensor, such as `q.lerp_(p, 0.1)`, and `q.data`. Initial values are no edits.
+_WRITES = re.compile(r"(?<!init)\.(?!requires_grad_|register_)[a-z]\w*[a-z0-9]_\(|\.data\b|no_grad|\.detach\(")
+# What a forward may choose blocks by: values or places of elements, and random numbers.
+_CHOOSES = re.compile(r"\b(?:item|tolist|nonzero|argwhere|unique|any|all|max|min|argmax|argmin|topk|where|random|rand|"
+                      r"randint|bernoulli)\(|\brandom\b|\bbool\(")
+# Calls that run a module with other weights than its own, for a while.
+_SWAPS = re.compile(r"\b(?:functional_call|_reparametrize_module)\b")
+# Their forwards write to no parameter but by `max_norm`, and choose between experts inside of a listed layer.
+_LIBRARIES = ("torch", "transformers", "keras", "torchvision")
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a model's forward was seen to do.
+
+    edited: names of parameters that it writes to, without `followers` where the plan keeps their values.
+    choosing: paths of modules that call some of their blocks for one batch and others for another.
+    sparse: names of parameters that get sparse gradients.
+    cast: names of parameters that autocast casts before anything computes with them; see `casts.py`. cast_dtype: to
+        what; None without autocast.
+    """
+
+    edited: frozenset[str] = frozenset()
+    choosing: frozenset[str] = frozenset()
+    sparse: frozenset[str] = frozenset()
+    cast: frozenset[str] = frozenset()
+    cast_dtype: torch.dtype | None = None
+
+
+NOTHING = Observed()
+
+
+def limited_by_norm(model: nn.Module) -> frozenset[str]:
+    """Names of embeddings that are scaled down in a forward, where their rows are too long."""
+    modules = {id(module.weight) for module in model.modules()
+               if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in modules)
+
+
+def sparsely_trained(model: nn.Module) -> frozenset[str]:
+    """Names of trainable parameters whose modules make sparse gradients, as `nn.Embedding(sparse=True)` does."""
+    sparse = {id(p) for module in model.modules() if getattr(module, "sparse", False) is True
+              for p in module._parameters.values() if p is not None}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in sparse and p.requires_grad)
+
+
+def has_own_code(model: nn.Module) -> bool:
+    """Whether a class of the model is of no library that is known here."""
+    return any(kind.__module__.partition(".")[0] not in _LIBRARIES for kind in set(map(type, model.modules())))
+
+
+def may_write(model: nn.Module) -> bool:
+    """Whether code of the model's own, in the files of its classes or in hooks, might write to a parameter."""
+    return (_has_in_source(model, _WRITES)
+            or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()))
+
+
+def may_choose(model: nn.Module, blocks: Iterable[str]) -> bool:
+    """Whether the code of a class that calls some of these blocks might call others for other samples.
+
+    Such a class of a library calls its blocks alike.
+    """
+    for kind in {type(model.get_submodule(owner(model, path))) for path in blocks}:
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        try:
+            if _CHOOSES.search(inspect.getsource(kind)):
+                return True
+        except (OSError, TypeError):
+            return True
+    return False
+
+
+def _has_in_source(model: nn.Module, words: re.Pattern[str]) -> bool:
+    """Whether a file has them that defines a class of the model, libraries left out, or can't be read."""
+    for kind in {type(module) for module in model.modules()}:
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        try:
+            text = inspect.getsource(sys.modules[kind.__module__])
+        except (OSError, TypeError, KeyError):
+            return True
+        if words.search(text):
+            return True
+    return False
+
+
+@cache
+def runs_with_other_weights(kind: type[nn.Module]) -> bool:
+    """Whether the code of a class runs modules with weights that they don't hold (`torch.func.functional_call`)."""
+    if kind.__module__.partition(".")[0] in _LIBRARIES:
+        return False
+    try:
+        return _SWAPS.search(inspect.getsource(kind)) is not None
+    except (OSError, TypeError):
+        return False
+
+
+def choosing(model: nn.Module, blocks: Mapping[str, nn.Module],
+             forwards: Iterable[Callable[[], Any]]) -> frozenset[str]:
+    """Paths of the innermost modules with a forward of their own around blocks that these forwards don't call alike.
+
+    blocks: by path. forwards: of the model, each for other samples.
+    """
+    calls: list[str] = []
+    handles = [block.register_forward_pre_hook(lambda *_, path=path: calls.append(path))
+               for path, block in blocks.items()]
+    owner_of = {path: owner(model, path) for path in blocks}
+    seen: dict[str, set[tuple[str, ...]]] = {name: set() for name in owner_of.values()}
+    try:
+        for forward in forwards:
+            calls.clear()
+            forward()
+            for name, sequences in seen.items():
+                sequences.add(tuple(path for path in calls if owner_of[path] == name))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return frozenset(name for name, sequences in seen.items() if len(sequences) > 1)
+
+
+def owner(model: nn.Module, path: str) -> str:
+    """The path of the innermost module around a block that is called itself; a ModuleList only holds others."""
+    while path:
+        path = path.rpartition(".")[0]
+        if type(model.get_submodule(path)).forward is not nn.Module.forward:
+            break
+    return path
+
+
+def written_by(forward: Callable[[], Any], model: nn.Module,
+               is_elsewhere: Callable[[torch.Tensor], bool] = lambda tensor: False) -> frozenset[str]:
+    """Names of the parameters that a forward of the model writes to, be it what they hold already. The model is not fit
+    for use then.
+
+    is_elsewhere: whether a tensor lies in a file; of those, version counters alone tell.
+    """
+    named = dict(model.named_parameters())
+    before = {name: (p._version, address(p)) for name, p in named.items()}
+    seen = {name: SeenValue(p) for name, p in named.items() if not is_elsewhere(p)}
+    forward()
+    return frozenset(name for name, p in named.items()
+                     if (before[name][0] != p._version or seen[name].is_changed() if name in seen
+                         else before[name] != (p._version, address(p))))
+
+
+def followers(names: Iterable[str], model: nn.Module, blocks: Mapping[str, nn.Module],
+              forwards: tuple[Callable[[], Any], Callable[[], Any]]) -> frozenset[str]:
+    """Which parameters of blocks a forward writes to in place while their block does not run, alike for all samples,
+    such as the target of a momentum encoder. The model is not fit for use then.
+
+    names: of parameters that forwards write to. blocks: by path. forwards: of the model, each for other samples.
+    """
+    named = dict(model.named_parameters())
+    in_block = {path: [name for name in names if name.startswith(f"{path}.")] for path in blocks}
+    # What begins as a copy of what it follows would not change: it begins elsewhere here.
+    values = {name: named[name].detach() + 1 for group in in_block.values() for name in group}
+    starts: dict[str, list[SeenValue]] = {}
+    inside: set[str] = set()
+
+    @torch.no_grad()
+    def reset() -> None:
+        for name, value in values.items():
+            named[name].copy_(value)
+
+    def begin(path: str) -> None:
+        starts[path] = [SeenValue(named[name]) for name in in_block[path]]
+
+    def end(path: str) -> None:
+        inside.update(name for name, seen in zip(in_block[path], starts.pop(path), strict=True) if seen.is_changed())
+
+    handles = [handle for path, block in blocks.items() if in_block[path] for handle in (
+        block.register_forward_pre_hook(lambda *_, path=path: begin(path), prepend=True),
+        block.register_forward_hook(lambda *_, path=path: end(path)))]
+    reset()
+    try:
+        forwards[0]()
+    finally:
+        for handle in handles:
+            handle.remove()
+    after = {name: named[name].detach().clone() for name in values}
+    reset()
+    addresses = {name: address(named[name]) for name in values}
+    forwards[1]()
+    # What neither forward writes to was written to once, before them, and that may have been in its block.
+    return frozenset(name for name in values if name not in inside and torch.equal(named[name], after[name])
+                     and not torch.equal(after[name], values[name]) and address(named[name]) == addresses[name])

@@ -1,0 +1,595 @@
+"""Captures a model's forward for one signature of inputs: a graph of operators, cut into pieces along its modules.
+
+torch.export records the operators, with every size fixed: another number of samples is another capture. What the
+graph says about a node's module decides which piece it belongs to, so that pieces have the names of the user's own
+modules, and the same names in every capture.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import logging
+import operator
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils import _pytree as pytree
+
+from paceline.base.errors import PlanRefused
+from paceline.base.user_code import user_frames
+from paceline.cluster.gpu_use import start_autograd_without_gpus
+from paceline.model.opaque import Call, CannotRecord, OpaqueModules, TakesGradients, functions_kept, modules_in
+from paceline.model.reads import Reads, attributes_read
+from paceline.model.state_snapshot import Bindings, draws_state, generators_kept, state_kept
+
+aten = torch.ops.aten
+# Operators that change running statistics without saying so in their schema: the positions of these arguments, and of
+# the one that says whether they do.
+_STATISTICS: dict[Any, tuple[tuple[int, int], int]] = {
+    aten.batch_norm.default: ((3, 4), 5), aten.instance_norm.default: ((3, 4), 5)}
+# Checks of sizes and dtypes that export writes into the graph; sizes are fixed here, and dtypes change under autocast.
+_CHECKS = ("aten._assert", "aten.sym_constrain", "aten._make_dep_token")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that passes from one piece to others.
+
+    differentiable: whether a gradient can come back for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """
+        Raises:
+            CaptureFailed: its size is known only when the model runs.
+        """
+        if not all(isinstance(size, int) for size in self.shape):
+            raise CaptureFailed("the size of a tensor that passes between modules depends on the values of tensors, as "
+                                "that of x[mask] does",
+                                hint="data=N and shard=N plans run the model as it is. torch.where in the place of "
+                                     "x[mask] keeps the size; in a module of its own such a part is kept whole")
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of the forward that belongs to one call of one module, or lies between two.
+
+    key: the module's path, with `@1` for a second call; for what lies between, `PATH+` after the piece before it.
+    path: the module's path; "" for what lies between.
+    parameters, buffers: by their names in the model, in the order in which `run` takes them.
+    inputs, outputs: names of values; a piece's inputs are outputs of earlier ones or of the model's own inputs.
+    mutates: values of other pieces that it changes in place. edited: outputs of its own that another one changes.
+    changes: buffers and parameters that it changes in place, by name; an opaque module's own are not among them.
+    parts: of its inputs and outputs those of which a rank has a part of the sequence alone.
+    opaque: paths of modules in it that are taken whole.
+    run: (*parameters, *buffers, *inputs) -> outputs.
+    """
+
+    key: str
+    path: str
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    mutates: tuple[str, ...]
+    edited: frozenset[str]
+    changes: frozenset[str]
+    opaque: tuple[str, ...]
+    run: Callable[..., tuple[torch.Tensor, ...]]
+    nodes: tuple[fx.Node, ...] = field(repr=False)
+    parts: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A forward as pieces in the order in which the model runs them.
+
+    values: everything that passes between pieces, by name.
+    inputs: names of the model's own inputs, flat; None for one that is no tensor.
+    outputs: of the model, flat: names of values, or constants wrapped in `Constant`.
+    has_constants: whether pieces have tensors of their own, which the forward has made or found outside of the model.
+    reads: what it depends on besides.
+    """
+
+    pieces: tuple[Piece, ...]
+    values: Mapping[str, Value]
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | Constant, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    has_constants: bool = False
+    reads: Reads = field(default_factory=Reads, repr=False)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The model's inputs by name."""
+        flat, _ = pytree.tree_flatten((args, kwargs))
+        return {name: value for name, value in zip(self.inputs, flat, strict=True) if name is not None}
+
+    def result(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """The model's output from its values."""
+        return pytree.tree_unflatten([item.value if isinstance(item, Constant) else values[item]
+                                      for item in self.outputs], self.out_spec)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An output that is no tensor."""
+
+    value: Any
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch.export tells its developers, and without the line of the model of each operator: finding all
+    those lines takes a fifth of an export, and nobody reads them."""
+    before, config = logging.root.manager.disable, torch.fx.config
+    can_leave_out = hasattr(config, "do_not_emit_stack_traces")  # not in torch 2.11, which always finds them
+    emitted_none = can_leave_out and config.do_not_emit_stack_traces
+    logging.disable(logging.CRITICAL)
+    if can_leave_out:
+        config.do_not_emit_stack_traces = True
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+        if can_leave_out:
+            config.do_not_emit_stack_traces = emitted_none
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """A model of Transformers returns what speeds up generating text, unless its configuration says otherwise; no loss
+    is computed from that, and it is nothing that can be passed on. An encoder and a decoder have their own ones."""
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    caching_configs: list[Any] = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in caching_configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching_configs:
+            config.use_cache = True
+
+
+class CaptureFailed(PlanRefused):
+    """A model's forward can't be recorded; the error that stopped it is the cause."""
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, opaque: OpaqueModules | None = None,
+            tensors: Mapping[str, torch.Tensor] | None = None) -> Capture:
+    """The model's forward for inputs like these, in the mode (training or not) that the model is in.
+
+    No weight is read, and none is changed; nor are attributes of modules, or Python's and NumPy's generators.
+
+    Args:
+        opaque: Modules that are taken whole.
+        tensors: The model's parameters by name, where the model may use them past its own attributes, as Keras does.
+
+    Raises:
+        CaptureFailed: the course of the model depends on values, or something else can't be recorded; the message
+            has the line.
+    """
+    start_autograd_without_gpus()
+    opaque = opaque or OpaqueModules()
+    while True:
+        try:
+            return _captured(model, args, kwargs, opaque, tensors)
+        except Exception as error:
+            if not opaque.may_look_into_more(error):
+                raise _failed(model, error) from error
+
+
+def _captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opaque: OpaqueModules,
+              tensors: Mapping[str, torch.Tensor] | None) -> Capture:
+    samples = next((leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs))
+                    if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
+    bindings, before = Bindings(model), draws_state()
+    try:
+        with (_quiet(), without_cache(model), generators_kept(model), functions_kept(), attributes_read() as attributes,
+              opaque.standing_in(model, samples) as calls):
+            exported = torch.export.export(model, args, kwargs, strict=False)
+            if draws_state() != before:
+                raise CannotRecord("the forward draws from Python's or NumPy's random numbers")
+    finally:
+        bindings.restore()
+    read = _Reader(model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())).read()
+    return replace(read, reads=Reads.of(model, attributes))
+
+
+def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
+    line, _ = user_frames(error)
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    reason = first if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first}"
+    # What torch says of a tensor without values that is asked for them.
+    if any(words in first for words in ("its data is not allocated yet", "data-dependent", ".numpy() is not")):
+        path, _, number = (line or "").rpartition(":")
+        read = linecache.getline(path, int(number or 0)).strip()
+        reason = f"it reads values of a tensor{f' in `{read}`' * bool(read)}, as pack_padded_sequence does of lengths"
+    if "a fake tensor in the exported program constant" in first:
+        reason = "it uses a tensor that can't be recorded, such as a parameter's .data"
+    if isinstance(error, TakesGradients):
+        hint = "data=N plans run the model as it is"
+    else:
+        hint = ("a forward whose course depends on the values of tensors can't be split; data=N and shard=N plans run "
+                "it as it is. In a module of its own such a part is kept whole, and the rest is split")
+    return CaptureFailed(f"{type(model).__name__} can't be cut: recording its forward failed"
+                         f"{f' at {line}' if line else ''}: {reason}", hint=hint)
+
+
+def capture_or_learn(model: nn.Module, arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+                     opaque: OpaqueModules,
+                     running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Capture:
+    """The model's forward for two samples; modules that can't be recorded become opaque, with all of their class.
+
+    Args:
+        arguments: What the model is called with for so many samples.
+        running: Entered where the model runs to learn the shapes of opaque modules.
+
+    Raises:
+        CaptureFailed: what can't be recorded is in the model's own forward and not in a module of it.
+    """
+    while True:
+        try:
+            return capture(model, *arguments(2), opaque=opaque)
+        except CaptureFailed as failed:
+            cause = failed.__cause__
+            assert cause is not None
+            through = [path for path in modules_in(cause.__traceback__, model) if path not in opaque.outputs]
+            listed = [path for path in through if path.rpartition(".")[2].isdigit()]
+            if not through:
+                raise
+            kind = type(model.get_submodule((listed or through)[-1]))
+            alike = [path for path, module in model.named_modules() if type(module) is kind]
+            outermost = [path for path in alike if not any(path.startswith(f"{other}.") for other in alike)]
+            take_whole(model, outermost, arguments, opaque, running)
+            if (listed or through)[-1] not in opaque.outputs:
+                raise
+
+
+def take_whole(model: nn.Module, paths: Sequence[str],
+               arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]], opaque: OpaqueModules,
+               running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """Make modules opaque: run the model to learn what they return. Its state is left as it was."""
+    def run(samples: int) -> None:
+        args, kwargs = arguments(samples)
+        with running(), torch.no_grad(), state_kept(model):
+            model(*args, **kwargs)
+
+    opaque.learn(model, paths, run)
+
+
+class _Reader:
+    """Makes a `Capture` of an exported program."""
+
+    def __init__(self, model: nn.Module, exported: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]],
+                 calls: tuple[Call, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+        from torch.export.graph_signature import InputKind
+
+        self.model, self.exported, self.calls = model, exported, calls
+        self.trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        known = {_memory(tensor): name for name, tensor in tensors.items() if tensor.numel()}
+        self.graph: fx.Graph = exported.graph_module.graph
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        flat, self.in_spec = pytree.tree_flatten(arguments)
+        self.listed = _listed_modules(model)
+        self.leaves = {name for name, module in model.named_modules() if name and not any(module.children())}
+        self.leaves |= {call.path for call in calls if call.path}
+        self.tensors: dict[str, tuple[str, str]] = {}  # placeholder: (kind, name in the model)
+        self.constants: dict[str, torch.Tensor] = {}
+        self.inputs: list[str | None] = []
+        for spec in exported.graph_signature.input_specs:
+            if spec.kind == InputKind.PARAMETER:
+                self.tensors[spec.arg.name] = ("parameter", spec.target)
+            elif spec.kind == InputKind.BUFFER and spec.target in buffers:
+                self.tensors[spec.arg.name] = ("buffer", spec.target)
+            elif spec.kind == InputKind.USER_INPUT:
+                self.inputs.append(spec.arg.name)
+            else:
+                constant = exported.constants.get(spec.target, exported.state_dict.get(spec.target))
+                if isinstance(constant, torch.Tensor) and _memory(constant) in known:
+                    self.tensors[spec.arg.name] = ("parameter", known[_memory(constant)])
+                else:
+                    self.constants[spec.arg.name] = constant
+        assert len(flat) == len(self.inputs), (len(flat), self.inputs)
+        self.inputs = [name if isinstance(value, torch.Tensor) else None
+                       for name, value in zip(self.inputs, flat, strict=True)]
+
+    def read(self) -> Capture:
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "call_function" and not node.users and str(node.target).startswith(_CHECKS):
+                self.graph.erase_node(node)
+            elif _changes_nothing(node):
+                node.replace_all_uses_with(node.args[0])
+                self.graph.erase_node(node)
+        for node in list(self.graph.nodes):
+            if node.target is aten.copy_.default and _is_itself(*node.args[:2]):
+                node.replace_all_uses_with(node.args[0])
+                self.graph.erase_node(node)
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        returned = {arg for arg in output.args[0] if isinstance(arg, fx.Node)}
+        self.of_weights = self._of_weights(returned)
+        runs = [(key, self._with_weights(nodes)) for key, nodes in self._runs()]
+        owner = {node: number for number, (_, nodes) in enumerate(runs) for node in nodes
+                 if node not in self.of_weights}
+        differentiable = self._differentiable()
+        aliases = _aliases(self.graph)
+        pieces = tuple(self._piece(number, key, nodes, owner, returned, aliases)
+                       for number, (key, nodes) in enumerate(runs))
+        edited = frozenset(name for piece in pieces for name in piece.mutates)
+        pieces = tuple(replace(piece, edited=edited.intersection(piece.outputs)) for piece in pieces)
+        crossing = {name for piece in pieces for name in (*piece.inputs, *piece.outputs)}
+        crossing |= {arg.name for arg in returned}
+        values = {node.name: Value(node.name, tuple(node.meta["val"].shape), node.meta["val"].dtype,
+                                   node in differentiable)
+                  for node in self.graph.nodes if node.name in crossing}
+        outputs = tuple(arg.name if isinstance(arg, fx.Node) else Constant(arg) for arg in output.args[0])
+        has_constants = bool(self.constants) or any(node.op == "get_attr" for node in self.graph.nodes)
+        return Capture(pieces, values, tuple(self.inputs), outputs, self.in_spec,
+                       self.exported.call_spec.out_spec, has_constants)
+
+    def _runs(self) -> list[tuple[str, list[fx.Node]]]:
+        """Nodes in order, grouped by the module call that they belong to."""
+        runs: list[tuple[str, list[fx.Node]]] = []
+        place: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "output", "get_attr") or node in self.of_weights:
+                continue
+            source = node.args[0] if node.target is operator.getitem else None
+            if source is None and self._assigns(node):
+                source = node.args[1]  # a module has put this in the place of its buffer
+            if isinstance(source, fx.Node) and source in place:
+                number = place[source]  # a part of a tuple stays with it: only tensors pass between pieces
+                runs[number][1].append(node)
+            else:
+                key = self._owner(node)
+                if not runs or runs[-1][0] != key:
+                    runs.append((key, []))
+                number = len(runs) - 1
+                runs[number][1].append(node)
+            place[node] = number
+        seen: dict[str, int] = {}
+        named: list[tuple[str, list[fx.Node]]] = []
+        for key, nodes in runs:
+            shown = key or (f"{named[-1][0].rstrip('+')}+" if named else "+")
+            seen[shown] = seen.get(shown, -1) + 1
+            named.append((f"{shown}@{seen[shown]}" if seen[shown] else shown, nodes))
+        return named
+
+    def _assigns(self, node: fx.Node) -> bool:
+        """Whether a node is export's own, which copies at the end what a forward has put in the place of a buffer, and
+        may come earlier: nothing reads the buffer after what is copied."""
+        inside = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+        if node.target is not aten.copy_.default or inside:
+            return False
+        buffer, value = node.args[:2]
+        if not isinstance(buffer, fx.Node) or not isinstance(value, fx.Node) or value.op == "placeholder":
+            return False
+        positions = {other: number for number, other in enumerate(self.graph.nodes)}
+        return (self.tensors.get(buffer.name, ("",))[0] == "buffer"
+                and all(user is node or positions[user] <= positions[value] for user in buffer.users))
+
+    def _of_weights(self, returned: set[fx.Node]) -> set[fx.Node]:
+        """Nodes that depend on weights alone, such as a transposed one: every piece that uses them has its own.
+
+        Passed from piece to piece they would outlive the weight, which a shard doesn't keep whole.
+        """
+        computed: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op != "call_function" or node in returned or not node.all_input_nodes or mutated(node):
+                continue
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                continue
+            if all(arg in computed or arg.name in self.tensors for arg in node.all_input_nodes):
+                computed.add(node)
+        # What is edited in place must stay one tensor.
+        edited = {arg for node in self.graph.nodes for arg in mutated(node)}
+        return set() if edited & computed else computed
+
+    def _with_weights(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """The nodes of a piece, after those of weights alone that they need."""
+        needed: dict[fx.Node, None] = {}
+
+        def visit(node: fx.Node) -> None:
+            for arg in node.all_input_nodes:
+                if arg in self.of_weights and arg not in needed:
+                    visit(arg)
+                    needed[arg] = None
+
+        for node in nodes:
+            visit(node)
+        return [*needed, *nodes]
+
+    def _owner(self, node: fx.Node) -> str:
+        """The outermost listed module that the node runs in, else its leaf; "" for neither."""
+        stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        for path in stack:
+            if path.partition("@")[0] in self.listed:
+                return str(path)
+        innermost = stack[-1] if stack else ""
+        if innermost.partition("@")[0] in self.leaves:
+            return str(innermost)
+        # Outside all of them a weight still says where a node belongs: a model may read one without calling a module.
+        names = [self.tensors[arg.name][1] for used in self._with_weights([node]) for arg in used.all_input_nodes
+                 if self.tensors.get(arg.name, ("",))[0] == "parameter"]
+        return re.sub(r"[./]?[^./]*$", "", names[0]) or names[0] if names else ""
+
+    def _piece(self, number: int, key: str, nodes: list[fx.Node], owner: Mapping[fx.Node, int],
+               returned: set[fx.Node], aliases: Mapping[fx.Node, fx.Node]) -> Piece:
+        used = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes)
+        inside = set(nodes)
+        whole = {node: self.calls[node.args[1]] for node in nodes if _is_opaque(node)}  # type: ignore[index]
+        tensors: dict[str, dict[str, None]] = {"parameter": {}, "buffer": {}}
+        for n in used:
+            kind, name = self.tensors.get(n.name, ("", ""))
+            if kind:
+                tensors[kind][name] = None
+        for call in whole.values():
+            tensors["parameter"] |= dict.fromkeys(call.parameters)
+            tensors["buffer"] |= dict.fromkeys(call.buffers)
+        inputs = [n for n in used if n not in inside and n.op != "get_attr" and n.name not in self.tensors
+                  and n.name not in self.constants]
+        outputs = [n for n in nodes if n not in self.of_weights and (
+            n in returned or any(owner.get(user, number) != number for user in n.users))]
+        edited = {aliases[arg] for node in nodes for arg in mutated(node)}
+        mutates = [base.name for base in edited if owner.get(base, number) != number]
+        changed = {aliases[arg].name for node in nodes for arg in (*mutated(node), *statistics(node))}
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        placeholders = {name: graph.placeholder(f"{kind}_{number}") for kind, names in tensors.items()
+                        for number, name in enumerate(names)}
+        copies |= {n: placeholders[self.tensors[n.name][1]] for n in used if n.name in self.tensors}
+        for node in inputs:
+            copies[node] = graph.placeholder(node.name)
+        root: dict[str, Any] = {}
+        for node in used:
+            if node.name in self.constants:
+                root[f"constant_{node.name}"] = self.constants[node.name]
+                copies[node] = graph.get_attr(f"constant_{node.name}")
+            elif node.op == "get_attr":
+                root[str(node.target)] = getattr(self.exported.graph_module, str(node.target))
+                copies[node] = graph.get_attr(str(node.target))
+        for node in nodes:
+            if node in whole:
+                call = whole[node]
+                weights = [placeholders[name] for name in call.parameters]
+                operands = [copies[n] for n in node.args[0]]  # type: ignore
+                copies[node] = graph.call_function(call.run, (weights, operands))
+            else:
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+        graph.output(tuple(copies[n] for n in outputs))
+        path = key.partition("@")[0]
+        return Piece(
+            key, "" if path.endswith("+") else path,
+            tuple(tensors["parameter"]), tuple(tensors["buffer"]),
+            tuple(n.name for n in inputs), tuple(n.name for n in outputs), tuple(mutates), frozenset(),
+            frozenset(self.tensors[name][1] for name in changed if name in self.tensors),
+            tuple(dict.fromkeys(call.path for call in whole.values() if call.path)),
+            _LazyGraphModule(root, graph), tuple(nodes))
+
+    def _differentiable(self) -> set[fx.Node]:
+        """Nodes that a gradient may come back for: they depend on a trainable parameter. Rather too many than few."""
+        differentiable: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                kind, name = self.tensors.get(node.name, ("", ""))
+                if kind == "parameter" and name in self.trainable:
+                    differentiable.add(node)
+            elif _is_opaque(node) and self.trainable.intersection(self.calls[node.args[1]].parameters):
+                differentiable.add(node)
+            elif any(arg in differentiable for arg in node.all_input_nodes):
+                value = node.meta.get("val")
+                if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+                    differentiable.add(node)
+        return differentiable
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that are the same elements."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.dtype
+
+
+def _is_itself(node: Any, other: Any) -> bool:
+    """Whether two nodes are the same elements in the same order, as in `self.buffer = self.buffer.to(device)`."""
+    value, other_value = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (node, other))
+    return (isinstance(value, torch.Tensor) and isinstance(other_value, torch.Tensor)
+            and _memory(value) == _memory(other_value) and value.stride() == other_value.stride())
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """A conversion to the dtype and device that a tensor has: it gives the tensor itself."""
+    if node.op != "call_function" or not str(node.target).startswith("aten.to.") or node.kwargs.get("copy"):
+        return False
+    before, after = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (node.args[0], node))
+    return (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype == after.dtype
+            and before.device == after.device and True not in node.args)
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    return node.target is torch.ops.paceline.opaque.default
+
+
+def _listed_modules(model: nn.Module) -> set[str]:
+    """The outermost children of ModuleLists and Sequentials that are called themselves."""
+    listed: set[str] = set()
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if isinstance(module, nn.ModuleList | nn.Sequential) and type(child).forward is not nn.Module.forward:
+                listed.add(path)
+            else:
+                visit(child, f"{path}.")
+
+    visit(model, "")
+    return listed
+
+
+def mutated(node: fx.Node) -> Sequence[fx.Node]:
+    """Arguments that a node's operator changes in place, also inside a block under no_grad or autocast."""
+    if (block := _block(node)) is not None:
+        return _of_arguments(*block, [base for inner in block[0].nodes for base in mutated(inner)])
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    named = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    return [arg for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for arg in pytree.tree_leaves(named.get(argument.name)) if isinstance(arg, fx.Node)]
+
+
+def statistics(node: fx.Node) -> Sequence[fx.Node]:
+    """Running statistics that a node's operator updates."""
+    if (block := _block(node)) is not None:
+        return _of_arguments(*block, [base for inner in block[0].nodes for base in statistics(inner)])
+    positions, training = _STATISTICS.get(node.target, ((), 0))
+    if not positions or not node.args[training]:
+        return []
+    return [arg for arg in (node.args[position] for position in positions) if isinstance(arg, fx.Node)]
+
+
+def _block(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
+    """The graph of a block of the forward that a node stands for, and what the node calls it with."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return None
+    for position, arg in enumerate(node.args):
+        inside = getattr(node.graph.owning_module, str(arg.target), None) if (
+            isinstance(arg, fx.Node) and arg.op == "get_attr") else None
+        if isinstance(inside, fx.GraphModule):
+            return inside.graph, node.args[position + 1:]
+    return None
+
+
+def _of_arguments(graph: fx.Graph, arguments: Sequence[Any], bases: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of a block's arguments that are the same memory as nodes inside it."""
+    aliases = _aliases(graph)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    changed = {aliases[base] for base in bases}
+    return [arg for placeholder, arg in zip(placeholders, arguments, strict=False)
+            if aliases[placeholder] in changed and isinstance(arg, fx.Node)]
+
+
+def _aliases(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node the first one that has the same memory."""
+    first: dict[Any, fx.Node] = {}
+    aliases: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        memory = value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
+        aliases[node] = first.setdefault(memory, node)
+    return aliases

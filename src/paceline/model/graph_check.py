@@ -1,0 +1,196 @@
+"""The model and its capture side by side: whatever a capture got wrong is seen before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paceline.base.logs import logger
+from paceline.model.copy_on_write import lazy_copies
+from paceline.model.graph_limits import call, is_near
+from paceline.model.randomness import WithoutRandomness
+from paceline.model.state_snapshot import StateSnapshot
+
+if TYPE_CHECKING:
+    from paceline.model.graph import Capture
+
+FORWARDS = 2  # in a row: the second one sees what the first has left
+MAX_BYTES = 64 * 1024**2  # of parameters: a larger model would need too much memory and time beside its gradients
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that a capture computes otherwise.
+
+    path: of the module that it is about; "" for the model. description: of what differs.
+    """
+
+    path: str
+    description: str
+
+
+def is_comparable(model: nn.Module) -> bool:
+    """Whether the model is small enough to be run with its gradients before every run."""
+    return sum(p.nbytes for p in model.parameters()) <= MAX_BYTES
+
+
+def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
+                     running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Difference | None:
+    """Run the model and its capture on one batch, twice in a row, with random layers off, in the model's mode.
+
+    Compares outputs and buffers, and of the first forward the gradients of a fixed mixture of the outputs.
+    The model's state is left as it was.
+    """
+    snapshot = StateSnapshot(model)
+    modules = _ModuleOutputs(model)
+    try:
+        with running(), snapshot.watching(), WithoutRandomness():
+            try:
+                with modules:
+                    expected = [_figures(model, partial(call, model, args, kwargs), backward=not number)
+                                for number in range(FORWARDS)]
+            except Exception as error:  # on a batch of this size, say
+                logger.info("not compared with its capture: the model fails on the example: %s", error)
+                return None
+            snapshot.restore()
+            for number, figures in enumerate(expected):
+                made: dict[str, torch.Tensor] = {}
+                try:
+                    actual = _figures(model, partial(_run, model, capture, args, kwargs, made), backward=not number)
+                except Exception as error:
+                    return Difference("", f"{type(error).__name__}: {error}")
+                difference = _compare(figures, actual)
+                if difference is not None and not difference.path and difference.description == OUTPUT:
+                    return replace(difference, path=modules.first_other(capture, made, number))
+                if difference is not None:
+                    return difference
+    finally:
+        snapshot.restore()
+    return None
+
+
+OUTPUT = "its output differs"
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Of one forward. outputs: flat, without gradient. gradients, buffers: by name, as they are after it; no gradients
+    without a backward."""
+
+    outputs: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+
+
+def _figures(model: nn.Module, forward: Callable[[], Any], *, backward: bool) -> _Figures:
+    outputs = [leaf for leaf in pytree.tree_leaves(forward()) if isinstance(leaf, torch.Tensor)]
+    gradients: dict[str, torch.Tensor | None] = {}
+    parts = [_mixture(output) for output in outputs if output.requires_grad] if backward else []
+    if parts:
+        with _without_gradients(model) as trained:  # a whole backward: torch's reentrant checkpoint takes no other
+            torch.stack(parts).sum().backward()
+            gradients = {name: p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
+                         for name, p in trained.items()}
+    return _Figures([output.detach() for output in outputs], gradients,
+                    {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """What is trained, by name, without gradients; it has those from before after it."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.grad for name, p in trained.items()}
+    for p in trained.values():
+        p.grad = None
+    try:
+        yield trained
+    finally:
+        for name, p in trained.items():
+            p.grad = before[name]
+
+
+def _mixture(output: torch.Tensor) -> torch.Tensor:
+    """A number that depends on every element, float64."""
+    flat = torch.view_as_real(output).flatten() if output.is_complex() else output.flatten()
+    return (flat.double() * torch.linspace(-1, 1, flat.numel(), dtype=torch.float64, device=flat.device)).sum()
+
+
+def _run(model: nn.Module, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
+         made: dict[str, torch.Tensor]) -> Any:
+    """The output of all pieces one after the other. made: is filled with the values of the pieces, by name."""
+    parameters = dict(model.named_parameters())
+    values = capture.bind(*lazy_copies((args, kwargs)))
+    for piece in capture.pieces:
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        outputs = piece.run(*(parameters[name] for name in piece.parameters),
+                            *(buffers[name] for name in piece.buffers), *(values[name] for name in piece.inputs))
+        values |= zip(piece.outputs, outputs, strict=True)
+        made |= {name: value.detach() for name, value in zip(piece.outputs, outputs, strict=True)}
+    return capture.result(values)
+
+
+def _compare(expected: _Figures, actual: _Figures) -> Difference | None:
+    if len(expected.outputs) != len(actual.outputs):
+        return Difference("", OUTPUT)
+    if not all(map(is_near, actual.outputs, expected.outputs)):
+        return Difference("", OUTPUT)
+    for name, buffer in expected.buffers.items():
+        if name not in actual.buffers or not is_near(actual.buffers[name], buffer):
+            return Difference(name.rpartition(".")[0], f"its buffer '{name}' differs")
+    greatest = max((float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()),
+                   default=0.0)
+    for name, gradient in expected.gradients.items():
+        other = actual.gradients[name]
+        if gradient is None or other is None:  # none at all may come as zeros
+            same = not any(bool(tensor.any()) for tensor in (gradient, other) if tensor is not None)
+        else:  # one that is zero in exact arithmetic (of an attention key's bias) is noise of the others' size
+            same = is_near(other, gradient, size=1e-3 * greatest)
+        if not same:
+            return Difference("", f"the gradient of '{name}' differs")
+    return None
+
+
+class _ModuleOutputs:
+    """What the modules of a model return while this is entered: tensors, by path, of each forward of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.forwards = model, [dict[str, list[torch.Tensor]]()]
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for path, module in self.model.named_modules():
+            self._handles.append(module.register_forward_hook(
+                lambda module, inputs, output, path=path: self._note(path, output)))
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, path: str, output: Any) -> None:
+        self.forwards[-1].setdefault(path, []).extend(
+            leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        if not path:
+            self.forwards.append({})
+
+    def first_other(self, capture: Capture, made: Mapping[str, torch.Tensor], number: int) -> str:
+        """The path of the first piece that gave what no module in its place has returned; "" if that is not seen."""
+        returned = self.forwards[number]
+        for piece in capture.pieces:
+            inside = list(_inside(returned, piece.path)) if piece.path and piece.path in returned else []
+            for name in piece.outputs if inside else ():
+                if name in made and not any(is_near(made[name], tensor) for tensor in inside):
+                    return piece.path
+        return ""
+
+
+def _inside(returned: Mapping[str, list[torch.Tensor]], path: str) -> Iterator[torch.Tensor]:
+    for other, tensors in returned.items():
+        if other == path or other.startswith(f"{path}."):
+            yield from tensors

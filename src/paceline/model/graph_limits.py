@@ -1,0 +1,226 @@
+"""What a recorded graph of a model's forward would lose, found by running the model itself before it is recorded.
+
+A module that would lose something is taken whole: its own code runs on one rank, and its attributes live there. If the
+model's own forward would lose something, the plan is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.base.errors import PlanRefused
+from paceline.model.attributes import AttributeSnapshot, is_like_a_buffer, plain_attributes
+from paceline.model.copy_on_write import lazy_copies
+from paceline.model.randomness import WithoutRandomness
+from paceline.model.state_snapshot import StateSnapshot, draws_state
+
+WHOLE_MODEL_PLANS = "data=N and shard=N plans run the model as it is"
+_GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
+
+
+@dataclass
+class Findings:
+    """opaque: modules to be taken whole, by path, and why. changing: buffers that a forward changes, by name."""
+
+    opaque: dict[str, str] = field(default_factory=dict)
+    changing: set[str] = field(default_factory=set)
+
+
+def examine(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+            running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Findings:
+    """Run a model twice in its mode, on the same batch and with random layers off, and see what its modules keep.
+
+    Its state is left as it was, but that tensors which the model's own forward puts in the place of plain attributes
+    become buffers, which a graph can hold.
+
+    Raises:
+        PlanRefused: the model's own forward does what no graph can hold.
+    """
+    findings = Findings(_with_hooks(model))
+    snapshot = StateSnapshot(model)
+    try:
+        with running(), snapshot.watching(), WithoutRandomness(), _WithoutMessages():
+            _run_twice(model, args, kwargs, snapshot, findings)
+    finally:
+        snapshot.restore()
+    for path, why in findings.opaque.items():
+        if not path:
+            raise PlanRefused(f"{type(model).__name__} itself {why}, and a rank that runs a part of the "
+                              "model would lose that", hint=f"{WHOLE_MODEL_PLANS}; a module of the model that does "
+                                                            "this, and is called itself, can be kept")
+    return findings
+
+
+class _WithoutMessages(TorchDispatchMode):
+    """Refuses a forward that sends: ranks that run other parts of it would wait for each other."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise PlanRefused(f"the model calls torch.distributed itself ({func.overloadpacket.__name__}), and ranks "
+                              "of a plan that splits it run other parts", hint=WHOLE_MODEL_PLANS)
+        return func(*args, **(kwargs or {}))
+
+
+def _with_hooks(model: nn.Module) -> dict[str, str]:
+    """Modules whose backward hooks would be lost."""
+    if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        return {"": "has backward hooks on every module"}
+    return {path: "has a backward hook" for path, module in model.named_modules()
+            if module._backward_hooks or module._backward_pre_hooks}
+
+
+def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: StateSnapshot,
+               findings: Findings) -> None:
+    first = _Watch(model)
+    with first.watching():
+        output = call(model, args, kwargs)
+    _make_known((args, kwargs, output))
+    for path in first.draws:
+        findings.opaque.setdefault(path, "draws from Python's or NumPy's random numbers")
+    findings.changing.update(snapshot.changed_buffers())
+    attributes = AttributeSnapshot(model)
+    snapshot.restore_tensors()
+    again = _Watch(model)
+    with again.watching():
+        repeated = call(model, args, kwargs)
+    changing = attributes.changed()
+    values = {name: (module, attribute, value) for name, module, attribute, value in plain_attributes(model)}
+    to_buffers = []
+    for name in changing:
+        path, _, attribute = name.rpartition(".")
+        if not path and is_like_a_buffer(snapshot.attributes.values.get(name), values[name][2]):
+            to_buffers.append(attribute)
+            findings.changing.add(name)
+        else:
+            findings.opaque.setdefault(path, f"changes its attribute '{attribute}' each time")
+    if changing:  # what else there is shows where all begins as it did
+        snapshot.restore()
+        again = _Watch(model)
+        with again.watching():
+            repeated = call(model, args, kwargs)
+    if not alike(output, repeated):
+        path = next((path for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False)
+                     if path and not alike(a, b)), "")
+        findings.opaque.setdefault(path, "gives another output each time that it is called with the same input")
+    snapshot.restore()
+    for attribute in to_buffers:
+        model.register_buffer(attribute, vars(model).pop(attribute), persistent=False)
+        snapshot.attributes.values.pop(attribute)
+
+
+def module_with_unseen_state(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+                             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> str | None:
+    """The first module that gives another output for the same input although all state that a model shows was put back:
+    a count in an object of the user's own, in a closure or in a global. Its path; None if there is none.
+
+    The model runs twice in its mode, with random layers off. What it shows of its state is left as it was.
+    """
+    snapshot = StateSnapshot(model)
+    first, again = _Watch(model), _Watch(model)
+    try:
+        with running(), snapshot.watching(), WithoutRandomness():
+            for watch in (first, again):
+                with watch.watching():
+                    call(model, args, kwargs)
+                snapshot.restore()
+    finally:
+        snapshot.restore()
+    return next((path for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False) if not alike(a, b)),
+                None)
+
+
+def call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's output for copies of these, which it may write to."""
+    args, kwargs = lazy_copies((args, kwargs))
+    return model(*args, **kwargs)
+
+
+def _make_known(value: Any) -> None:
+    """Let torch see the fields of dataclasses, which a recording else takes for one value each."""
+    for leaf in pytree.tree_leaves(value):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            torch.export.register_dataclass(type(leaf))
+            _make_known(leaf)  # what its fields hold
+
+
+def alike(value: Any, other: Any) -> bool:
+    """Whether two outputs of the same calculation on the same numbers are equal but for rounding."""
+    pairs = list(zip(_tensors(value), _tensors(other), strict=False))
+    return len(list(_tensors(value))) == len(list(_tensors(other))) and all(is_near(a, b) for a, b in pairs)
+
+
+# How far a result of the same operators in another order may be off, relative to its greatest element.
+ALLOWED = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3,
+           torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+def is_near(tensor: torch.Tensor, other: torch.Tensor, *, size: float = 0.0) -> bool:
+    """Whether two tensors are equal but for rounding. size: of what they are part of, where they may be noise."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    tensor, other = tensor.detach(), other.detach()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return bool(torch.equal(tensor, other))
+    if not tensor.numel() or torch.equal(tensor, other):
+        return True
+    both = tensor.isnan() & other.isnan() | (tensor == other)
+    differences = torch.where(both, 0.0, (tensor - other).abs().double())
+    greatest = max(float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()), size)
+    return float(differences.max()) <= ALLOWED.get(tensor.dtype, 1e-3) * greatest
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+class _Watch:
+    """Which modules draw from Python's and NumPy's generators, and what each call of a module returns, in order.
+
+    draws: paths of the modules whose own code does. outputs: of each call, detached.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.draws: list[str] = []
+        self.outputs: list[tuple[str, Any]] = []
+        self._inside: list[str] = []
+        self._state = draws_state()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = []
+        for path, module in self.model.named_modules():
+            handles += [module.register_forward_pre_hook(lambda module, inputs, path=path: self._enter(path)),
+                        module.register_forward_hook(lambda module, inputs, output, path=path: self._leave(
+                            path, output))]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> None:
+        self._look()
+        self._inside.append(path)
+
+    def _leave(self, path: str, output: Any) -> None:
+        self._look()
+        self._inside.pop()
+        self.outputs.append((path, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)))
+
+    def _look(self) -> None:
+        state = draws_state()
+        if state != self._state:
+            self._state = state
+            self.draws.append(self._inside[-1] if self._inside else "")

@@ -1,0 +1,203 @@
+"""Losses and metrics that use more than the model's output, which no rank has if the model is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.base.errors import PlanRefused
+from paceline.model.attributes import plain_attributes
+from paceline.model.copy_on_write import lazy_copies, lazy_copy
+from paceline.model.graph_limits import alike
+from paceline.model.randomness import WithoutRandomness
+from paceline.model.state_snapshot import StateSnapshot, draws_state, function_kept
+
+Function = Callable[[Any], Any]  # of the model's output alone: its target is given
+
+
+class RepeatableLoss:
+    """A loss that remembers how it was called last, and can be called so again."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+        self.loss = loss
+        self.last: tuple[Any, Any, Any] | None = None
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        copies = pytree.tree_map_only(torch.Tensor, _lazily_apart, output), lazy_copies(target)
+        before = _draws()
+        value = self.loss(output, target)
+        # The value of a loss that draws is another one each time.
+        self.last = (*copies, _as_tensors(value)) if _draws() == before else None
+        return value
+
+    def keeps_state(self) -> bool:
+        """Whether the same output and target give another value now. False where the loss draws random numbers, or
+        can't be called again."""
+        if self.last is None:
+            return False
+        output, target, value = self.last
+        with suppress(Exception):
+            return not alike(_as_tensors(self.loss(output, target)), value)
+        return False
+
+
+def _lazily_apart(tensor: torch.Tensor) -> torch.Tensor:
+    return lazy_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _draws() -> tuple[Any, ...]:
+    return *draws_state(), bytes(torch.get_rng_state().numpy())
+
+
+def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], functions: Mapping[str, Function],
+                   running: Callable[[], AbstractContextManager[None]] = nullcontext, *,
+                   altered: Callable[[], Sequence[str]] = list) -> None:
+    """Refuse losses and metrics that use more of the model than its output.
+
+    The model's state is left as it was.
+
+    Args:
+        functions: By what they are called in a message: from the model's output to what they give.
+        altered: Names what they have set of what the forward reads in Python, where not every rank runs them.
+
+    Raises:
+        PlanRefused: one uses a parameter, a tensor that the forward made, or an attribute that it has set; or it sets
+            what the forward reads.
+    """
+    snapshot = StateSnapshot(model)
+    try:
+        with running(), snapshot.watching(), WithoutRandomness():
+            forward = _Fresh((args, kwargs))
+            with forward:
+                output = model(*args, **kwargs)
+            changed_buffers = set(snapshot.changed_buffers())
+            of_model = _tensors_of(model, changed_buffers)
+            values = {}
+            for name, function in functions.items():
+                detached = _apart(output)
+                watch, before = _Reads(of_model, forward.storages, detached), altered()
+                with function_kept(function, model), watch:
+                    values[name] = _value(name, function, detached, output)
+                    written = [what for what in altered() if what not in before]
+                if written:
+                    raise PlanRefused(f"{name} sets {written[0]}, which the forward reads, and only the ranks of the "
+                                      "last stage run it", hint="data=N, shard=N and tensor=N plans run it on every "
+                                                                "rank; or let lr_schedule set it")
+                if watch.read:
+                    raise _refused(name, watch.read)
+            if snapshot.attributes.changed():
+                changed = snapshot.attributes.changed()[0]
+                snapshot.restore()
+                for name, function in functions.items():
+                    same = _is_same_again(function, output, values[name], model)
+                    if not same:
+                        raise _refused(name, f"what the forward leaves in attributes, such as '{changed}'")
+    finally:
+        snapshot.restore()
+
+
+def _value(name: str, function: Function, detached: Any, output: Any) -> Any:
+    """What a function gives for an output apart from its graph.
+
+    Raises:
+        PlanRefused: it can't without.
+    """
+    try:
+        return function(detached)
+    except RuntimeError as error:
+        try:
+            function(output)
+        except Exception:
+            raise error from None
+        if "in-place" in str(error):
+            raise PlanRefused(f"{name} writes to the model's output in place, which a plan that splits the model keeps",
+                              hint="write output + x and not output += x, or use a data=N or shard=N plan") from error
+        raise PlanRefused(f"{name} goes back through the model (torch.autograd.grad), and no rank of a plan that "
+                          "splits the model has all of it",
+                          hint="data=N plans keep the whole model on every rank") from error
+
+
+def _is_same_again(function: Function, output: Any, before: Any, model: nn.Module) -> bool:
+    try:
+        with function_kept(function, model):
+            return alike(_as_tensors(function(_apart(output))), _as_tensors(before))
+    except Exception:
+        return False
+
+
+def _refused(name: str, read: str) -> PlanRefused:
+    return PlanRefused(f"{name} uses {read} of the model beside its output, and no rank of a plan that splits the "
+                       "model has that", hint="data=N plans keep the whole model on every rank; or let the "
+                                              "model return what the loss needs")
+
+
+def _tensors_of(model: nn.Module, changed_buffers: set[str]) -> dict[int, str]:
+    """What a rank of a split model doesn't have, by storage: parameters, buffers that change, attributes."""
+    named = {**{f"attribute '{name}'": value for name, _, _, value in plain_attributes(model)
+                if isinstance(value, torch.Tensor) and value.requires_grad},
+             **{f"buffer '{name}'": buffer for name, buffer in model.named_buffers() if name in changed_buffers},
+             **{f"parameter '{name}'": parameter for name, parameter in model.named_parameters()}}
+    return {tensor.untyped_storage()._cdata: f"the {name}" for name, tensor in named.items() if tensor.numel()}
+
+
+def _apart(output: Any) -> Any:
+    """The output without the graph that it came by."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone().requires_grad_(
+        tensor.requires_grad), output)
+
+
+def _as_tensors(returned: Any) -> Any:
+    return [torch.as_tensor(leaf).detach() for leaf in pytree.tree_leaves(returned)
+            if isinstance(leaf, torch.Tensor | int | float)]
+
+
+def _storages(values: Any) -> Iterator[int]:
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield leaf.untyped_storage()._cdata
+
+
+class _Fresh(TorchDispatchMode):
+    """storages: that operators have made while this was entered, and that are not the model's input.
+
+    The weak references keep their numbers from being given to tensors of the loss, without keeping their memory.
+    """
+
+    def __init__(self, inputs: Any) -> None:
+        super().__init__()
+        self.input_storages, self.storages = set(_storages(inputs)), dict[int, StorageWeakRef]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = set(_storages((args, kwargs))) | self.input_storages
+        for leaf in pytree.tree_leaves(result):
+            for number in _storages(leaf):
+                if number not in known:
+                    self.storages[number] = StorageWeakRef(leaf.untyped_storage())
+        return result
+
+
+class _Reads(TorchDispatchMode):
+    """read: what operators have first used of a model while this was entered; "" if nothing."""
+
+    def __init__(self, of_model: Mapping[int, str], made: Container[int], output: Any) -> None:
+        super().__init__()
+        self.of_model, self.made = of_model, made
+        self.known = set(_storages(output))
+        self.read = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            if not self.read and storage not in self.known:
+                inside = "a tensor that the forward made inside" if storage in self.made else ""
+                self.read = self.of_model.get(storage, inside)
+        result = func(*args, **(kwargs or {}))
+        self.known.update(set(_storages(result)) - set(_storages((args, kwargs))))
+        return result

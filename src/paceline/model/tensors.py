@@ -1,0 +1,29 @@
+"""The tensors in what a module is given or returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+
+
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
+    """The tensors in what a module returns."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value):
+        for entry in fields(value):
+            yield from tensors_in(getattr(value, entry.name))

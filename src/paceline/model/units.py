@@ -1,0 +1,108 @@
+"""The pieces a model falls into: the repeated blocks that are sharded, recomputed and profiled one at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from paceline.base.errors import PlanRefused
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+_MARK = "model|"  # a parameter's name in the user's model, where it is held by a module of ours
+
+
+def name_of_attribute(name: str) -> str:
+    """The attribute under which a module of ours holds a parameter of the user's model; torch allows no dots in it."""
+    return _MARK + name.replace(".", "|")
+
+
+def name_in_model(path: str) -> str:
+    """A parameter's name in the user's model, whichever module holds it.
+
+    >>> name_in_model("pieces.3." + name_of_attribute("blocks.0.weight"))
+    'blocks.0.weight'
+    """
+    return path.partition(_MARK)[2].replace("|", ".") if _MARK in path else path
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether a module is called itself; a ModuleList, say, only holds others."""
+    from torch import nn
+
+    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted one's class has none
+
+
+def refuse_scripted(model: nn.Module, plan_key: str) -> None:
+    """
+    Args:
+        plan_key: The plan's key that needs hooks or forwards of its own, for the message.
+
+    Raises:
+        PlanRefused: a module is compiled by torch.jit, and takes neither.
+    """
+    from torch.jit import ScriptModule
+
+    for path, module in model.named_modules():
+        if isinstance(module, ScriptModule):
+            raise PlanRefused(f"'{path}' is a scripted module (torch.jit), and {plan_key} can't change how it runs",
+                              hint="use a data=N plan without recompute, or the module that it was made of")
+
+
+def find_units(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost listed modules (children of a ModuleList or Sequential) that own parameters, by name.
+
+    A container that is never called (ModuleList, ModuleDict, ParameterList) is no unit: what it holds is looked at
+    instead. A module that shares a parameter with the rest of the model is left out (its parameter belongs to both),
+    and so is one that the model holds twice. So is what a class runs with other weights than its own (functional_call):
+    a unit gathers its own when it is called, or runs again with them. What no unit holds belongs to the root. The order
+    is the model's own.
+
+    >>> from torch import nn
+    >>> list(find_units(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])})))
+    ['layers.0', 'layers.2']
+    """
+    from torch import nn
+
+    from paceline.model.forward_effects import runs_with_other_weights
+
+    units: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if runs_with_other_weights(type(module)):  # type: ignore[arg-type]  # mypy sees no hash in a class
+            return
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if listed and is_callable(child) and any(True for _ in child.parameters()):
+                units[path] = child
+            else:
+                visit(child, f"{path}.")
+
+    visit(model, "")
+    paths = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return {name: unit for name, unit in units.items() if not _is_tied(unit, paths)}
+
+
+def _is_tied(unit: nn.Module, paths: Mapping[int, int]) -> bool:
+    """Whether a parameter of the unit is also reached by a path outside it. paths: how many lead to each parameter of
+    the model."""
+    inside = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
+    return any(paths[parameter] != count for parameter, count in inside.items())
+
+
+def recurrent_units(model: nn.Module) -> dict[str, str]:
+    """Class names of recurrent layers, by the unit that holds one; "" is a model without units.
+
+    >>> from torch import nn
+    >>> recurrent_units(nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 2)))
+    {'0': 'LSTM'}
+    """
+    from torch import nn
+
+    layers = {name: next((layer for layer in unit.modules() if isinstance(layer, nn.RNN | nn.GRU | nn.LSTM)), None)
+              for name, unit in (find_units(model) or {"": model}).items()}
+    return {name: type(layer).__name__ for name, layer in layers.items() if layer is not None}

@@ -1,0 +1,18 @@
+"""The devices of a cluster that a plan uses."""
+
+from __future__ import annotations
+
+from paceline.base.errors import PlanError
+from paceline.cluster.cluster import Cluster, Device
+from paceline.strategies.plan import Plan
+
+
+def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
+    """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed;
+    CPUs beside GPUs, which are for servers, are on the first."""
+    hosts, rest = divmod(plan.world_size, len(cluster.devices))
+    if rest and hosts:
+        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
+                        hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts")
+    others = tuple(device for device in cluster.devices if device.kind == cluster.devices[-1].kind)
+    return (*cluster.devices, *(others * hosts))[:plan.world_size]

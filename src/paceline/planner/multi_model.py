@@ -1,0 +1,109 @@
+"""A job with several models as one whose cost can be read off: each model runs once on inputs like the step's.
+
+What this leaves out: a model that the step runs several times, losses themselves, and second backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.base.errors import JobError
+from paceline.base.fork import in_a_fork
+from paceline.job import Job
+from paceline.job.named_models import NamedModels
+from paceline.model.cost.shaped_samples import ShapedSamples
+
+SAMPLES, TIMEOUT_S = 4, 60.0
+
+
+def priced(job: Job) -> Job:
+    """The same job for whoever asks what it costs; itself if it has one model.
+
+    The step is tried on a few samples in a fork of this process, for the shapes that models are run with.
+
+    Raises:
+        PacelineError: the step fails.
+    """
+    if not job.models or isinstance(job.data, ShapedSamples):
+        return job
+
+    def shapes() -> Any:
+        from paceline.training.own_step.recorded import recorded
+
+        seen = recorded(job, SAMPLES)
+        return ({name: _described(value, is_cut=name not in seen.uncut) for name, value in seen.inputs.items()},
+                sorted(seen.in_losses), sorted(seen.bare))
+
+    described, in_losses, bare = in_a_fork(shapes, timeout_s=TIMEOUT_S)
+    samples = job.num_samples or job.batch
+    return Job(model=lambda: _Together(job, described), data=ShapedSamples(described, samples, job, in_losses, bare),
+               loss=_of_every_output, optimizer=job.optimizer, batch=job.batch, steps=job.total_steps or 1,
+               precision=job.precision, seed=job.seed)
+
+
+
+
+class _Together(nn.Module):
+    """All models and followers, under their names, each run on inputs of its own."""
+
+    def __init__(self, job: Job, described: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.described = described
+        models = NamedModels.of(job.models, job.followers, job.seed)
+        self.names, self.frozen = models.names, set(job.followers)
+        for name in self.names:
+            self.add_module(name, models.get_submodule(name))
+
+    def forward(self, **inputs: Any) -> list[Any]:
+        outputs = []
+        for name in self.names:
+            arguments, model = _given(self.described[name], inputs[f"for_{name}"]), self.get_submodule(name)
+            args = (() if isinstance(arguments, Mapping)
+                    else arguments if isinstance(arguments, tuple | list) else (arguments,))
+            with torch.set_grad_enabled(name not in self.frozen):
+                outputs.append(model(*args, **(arguments if isinstance(arguments, Mapping) else {})))
+        return outputs
+
+
+
+
+def _described(value: Any, *, is_cut: bool) -> Any:
+    """As JSON holds it. Of tensors that are cut the shape is of one sample.
+
+    Raises:
+        JobError: it holds something else than tensors, numbers and text.
+    """
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[is_cut:]), "cut": is_cut}
+    if isinstance(value, Mapping):
+        return {"items": {key: _described(item, is_cut=is_cut) for key, item in value.items()}}
+    if isinstance(value, tuple | list):
+        return {"parts": [_described(item, is_cut=is_cut) for item in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise JobError(f"the step runs a model with a {type(value).__name__}, of which no plan can be priced",
+                   hint="name the plan: --plan data=2; or give the model tensors, numbers and text")
+
+
+
+
+def _given(entry: Any, stacked: Any) -> Any:
+    """What a model is given, of stacked samples."""
+    if "dtype" in entry:
+        return stacked if entry["cut"] else stacked[0]
+    if "items" in entry:
+        return {key: _given(item, stacked[key]) for key, item in entry["items"].items()}
+    if "parts" in entry:
+        return tuple(_given(*pair) for pair in zip(entry["parts"], stacked, strict=True))
+    return entry["value"]
+
+
+def _of_every_output(outputs: Any, target: Any) -> torch.Tensor:
+    from paceline.model.tensors import tensors_in
+
+    means = [tensor.mean() for tensor in tensors_in(outputs) if tensor.is_floating_point() and tensor.requires_grad]
+    return sum(means[1:], means[0])

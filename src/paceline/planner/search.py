@@ -1,0 +1,395 @@
+"""Which plan of a space is fastest and fits, why each other kind loses, and what would change the answer."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from paceline.base.errors import PlanError
+from paceline.planner.break_even import Gain
+from paceline.planner.estimate import Estimate, NotPriced
+from paceline.planner.space import compiled_variant, microbatch_counts, relaxed, served, splits, variants
+from paceline.strategies.limits import DeviceCounts, Limits
+from paceline.strategies.plan import Plan
+from paceline.strategies.registry import active
+
+TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
+MOST_REFINED = 12
+# Half the width of a 95 % interval around what compiled blocks gain by their price, as a part of the step: kernels that
+# torch compiles are that much slower or faster than others. See docs/strategies/compile.md.
+GAIN_SPREAD = 0.03
+Price = Callable[[Plan], Estimate]
+# Bytes that a plan is over its devices' memory by at least; cheap. It may stop where they are above 0 and enough.
+Least = Callable[[Plan, float], int]
+Rent = Callable[[Plan], float]  # what a plan's devices cost a second
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was priced.
+
+    rent_per_s: what its devices cost a second; 1 where nobody asks, so that cost is time.
+    steps: of the run, over which what it takes once is spread; None where that is not known.
+    """
+
+    plan: Plan
+    estimate: Estimate
+    rent_per_s: float = 1.0
+    steps: int | None = None
+
+    @property
+    def step_cost(self) -> float:
+        """What plans are ranked by: seconds a step with its part of what the run takes once, or what they cost."""
+        start_s = self.estimate.start_s / self.steps if self.steps else 0.0
+        return (self.estimate.step_s + start_s) * self.rent_per_s
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.plan)
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much the fullest rank is over its device's memory; not above 0 if the plan fits."""
+        return max(need.missing_bytes for need in self.estimate.needs)
+
+
+@dataclass(slots=True)
+class RankedPlans:
+    """What a search came to.
+
+    ranked: plans that fit, the fastest first; exact and relaxed ones. too_large: the nearest ones that don't.
+    refused: why plans could not be priced, by their kind. num_tried: plans that were priced.
+    may_relax: whether a relaxed plan may be chosen.
+    ways: exact plans that fit, of every way to split the first that does.
+    fitting, over: plans that fit with their prices, before any was tried, and those that don't or have no price.
+    compiling: what compiled blocks bring to the best plan by their price; empty where none was asked for.
+    """
+
+    ranked: list[Candidate] = field(default_factory=list)
+    too_large: list[Candidate] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    num_tried: int = 0
+    may_relax: bool = False
+    ways: tuple[Plan, ...] = ()
+    fitting: dict[Plan, Candidate] = field(default_factory=dict)
+    over: tuple[Plan, ...] = ()
+    compiling: str = ""
+
+    @property
+    def rivals(self) -> list[Candidate]:
+        """Plans that may be chosen."""
+        return [candidate for candidate in self.ranked if self.may_relax or candidate.plan.relaxed is None]
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The first that may be chosen; of those that tie, the one that gives up and does the least."""
+        rivals = self.rivals
+        tied = [candidate for candidate in rivals if ties(candidate, rivals[0])]
+        return min(tied, default=None, key=lambda candidate: (
+            candidate.plan.relaxed is not None, len(candidate.plan.values()), candidate.step_cost))
+
+    @property
+    def tied(self) -> list[Candidate]:
+        """Plans that are as good as the chosen one for all that is known."""
+        chosen = self.chosen
+        return [] if chosen is None else [rival for rival in self.rivals if rival != chosen and ties(rival, chosen)]
+
+
+def ties(candidate: Candidate, other: Candidate) -> bool:
+    """Whether nobody can say which is better: they are within a tie and, where intervals are known, those overlap."""
+    is_apart = any(first.estimate.low_s * first.rent_per_s > second.estimate.high_s * second.rent_per_s
+                   for first, second in ((candidate, other), (other, candidate)))
+    return abs(candidate.step_cost / other.step_cost - 1) <= TIE and not is_apart
+
+
+def _nothing_is_sure(plan: Plan, enough_bytes: float) -> int:
+    return 0
+
+
+def _time_is_money(plan: Plan) -> float:
+    return 1.0
+
+
+def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _nothing_is_sure, *,
+           rent: Rent = _time_is_money, may_relax: bool = False, most_refined: int = MOST_REFINED) -> RankedPlans:
+    """Price what may be the fastest of every way to split, then every schedule of the best ones.
+
+    A way to split is first taken with the least recomputation and the fewest micro-batches that fit. More of either
+    never makes a step without a pipeline faster.
+
+    least: A plan that is over by more than another of its kind is not priced.
+    most_refined: Cuts of the model whose schedules and micro-batches are all tried.
+    """
+    ranking = RankedPlans(may_relax=may_relax)
+    prices = _PriceTable(price, ranking, least, rent)
+    first = _first(prices, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
+    cuts: dict[tuple[int, ...], Plan] = {}  # the best way for each cut of the model; replicas only share its state
+    for candidate in first:
+        cuts.setdefault(candidate.plan.model_cut, candidate.plan)
+    for plan in list(cuts.values())[:most_refined]:
+        _refine(prices, plan, limits)
+    ranking.ways = tuple(candidate.plan for candidate in first if candidate.plan.relaxed is None)
+    ranking.compiling = _compile(prices, limits)
+    ranking.fitting, ranking.over = prices.fitting, tuple(prices.over)
+    ranking.ranked = sorted(prices.fitting.values(), key=_cost)
+    ranking.too_large = sorted(prices.too_large.values(), key=lambda candidate: candidate.missing_bytes)
+    return ranking
+
+
+def _first(prices: _PriceTable, plans: Iterable[Plan], limits: Limits) -> list[Candidate]:
+    """What may be the fastest of each way to split, the fastest first."""
+    candidates = (_least_that_fits(prices, plan, limits) for plan in plans)
+    return sorted((candidate for candidate in candidates if candidate is not None), key=_cost)
+
+
+def _cost(candidate: Candidate) -> tuple[float, str]:
+    return candidate.step_cost, str(candidate.plan)
+
+
+class _PriceTable:
+    """Prices that are known. too_large: of each kind the plan that is over by the least, unless nobody wants them."""
+
+    def __init__(self, price: Price, ranking: RankedPlans, least: Least, rent: Rent, *,
+                 wants_nearest: bool = True) -> None:
+        self.price, self.ranking, self.least, self.rent, self.wants_nearest = price, ranking, least, rent, wants_nearest
+        self.fitting: dict[Plan, Candidate] = {}
+        self.too_large: dict[str, Candidate] = {}
+        self.over: set[Plan] = set()
+
+    def __call__(self, plan: Plan) -> Candidate | None:
+        """The plan with its price; None if it doesn't fit, or can't be priced."""
+        if plan in self.fitting or plan in self.over:
+            return self.fitting.get(plan)
+        kind = kind_of(plan)
+        nearest = self.too_large.get(kind)
+        try:
+            enough_bytes = 0 if not self.wants_nearest else math.inf if nearest is None else nearest.missing_bytes
+            missing_bytes = self.least(plan, enough_bytes)
+            is_over = missing_bytes > 0 and missing_bytes >= enough_bytes
+            candidate = None if is_over else Candidate(plan, self.price(plan), self.rent(plan))
+        except (PlanError, NotPriced) as error:
+            self.ranking.refused.setdefault(kind, str(error).partition("\n")[0])
+            self.over.add(plan)
+            return None
+        self.ranking.num_tried += 1
+        if candidate is not None and candidate.estimate.fits:
+            self.fitting[plan] = candidate
+            return candidate
+        self.over.add(plan)
+        if candidate is not None and (nearest is None or candidate.missing_bytes < nearest.missing_bytes):
+            self.too_large[kind] = candidate
+        return None
+
+
+def _least_that_fits(prices: _PriceTable, plan: Plan, limits: Limits) -> Candidate | None:
+    """The least recomputation, then the fewest micro-batches; of a pipeline four to a rank where there are as many."""
+    counts = microbatch_counts(plan, limits)
+    if plan.has_schedule:
+        counts = [count for count in counts if count >= min(counts[-1], 4 * plan.num_stage_ranks)]
+    for recompute in limits.recomputes:
+        recomputed = plan.with_(recompute=recompute)
+        for count in counts:
+            if (candidate := prices(recomputed.with_microbatches(count))) is not None:
+                return candidate
+    return None
+
+
+def _refine(prices: _PriceTable, plan: Plan, limits: Limits) -> None:
+    """Every number of micro-batches, every schedule, every recomputation."""
+    for recompute in limits.recomputes:
+        for count in microbatch_counts(plan, limits):
+            other = plan.with_(recompute=recompute).with_microbatches(count)
+            if prices(other) is None and recompute == limits.recomputes[-1] and not plan.has_schedule:
+                continue
+            for variant in variants(other, limits):
+                prices(variant)
+            if not plan.has_schedule and other in prices.fitting:
+                break  # more of them take longer
+
+
+def _compile(prices: _PriceTable, limits: Limits) -> str:
+    """The best exact plan of each kind with compiled blocks, where they gain anything for sure, and the run is so long
+    that all its steps gain more than compiling takes. Returns what the first of them gains."""
+    if limits.compiled_steps is None:
+        return ""
+    texts: list[str] = []
+    exact = [candidate for candidate in prices.fitting.values() if candidate.plan.relaxed is None]
+    for plain in best_of_each_kind(sorted(exact, key=_cost)):
+        compiled = compiled_variant(plain.plan)
+        if compiled is None or prices(compiled) is None:
+            continue
+        candidate = prices.fitting.pop(compiled)
+        gain = predicted_gain(plain.estimate, candidate.estimate)
+        candidate = replace(candidate, steps=limits.compiled_steps, estimate=replace(candidate.estimate, gain=gain))
+        texts.append(f"'{compiled}' {gain.describe(candidate.estimate.start_s)}")
+        if gain.is_sure and candidate.step_cost < plain.step_cost:
+            prices.fitting[compiled] = candidate
+    return texts[0] if texts else ""
+
+
+def predicted_gain(plain: Estimate, compiled: Estimate) -> Gain:
+    """Both prices are off alike, and their difference by a part of the step."""
+    gain_s, off_s = plain.step_s - compiled.step_s, GAIN_SPREAD * plain.step_s
+    return Gain(gain_s, gain_s - off_s, gain_s + off_s)
+
+
+def compiling(plans: RankedPlans) -> str:
+    """What compiled blocks bring here, as measured if that was tried; empty where nobody asked."""
+    tried = [candidate for candidate in plans.ranked
+             if candidate.estimate.gain is not None and candidate.estimate.is_measured]
+    if not tried or (gain := tried[0].estimate.gain) is None:
+        return plans.compiling
+    return f"'{tried[0].plan}' {gain.describe(tried[0].estimate.start_s)}"
+
+
+def kind_of(plan: Plan) -> str:
+    """What a plan does at all, without how much of it.
+
+    >>> kind_of(Plan.parse("pipeline=4 data=2 microbatches=8")), kind_of(Plan.parse("data=2 compress=int8"))
+    ('pipeline data', 'data compress=int8')
+    """
+    words = [axis for axis, size in plan.axes.sizes().items() if size > 1]
+    words += [family for strategy in active(plan) if (family := strategy.family(plan))]
+    return " ".join(words) or "single"
+
+
+def binding(estimate: Estimate) -> str:
+    """The part that takes most of a step, and the next one where it takes a tenth or more."""
+    first, *rest = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
+    parts = _share(first[0], estimate)
+    if rest and rest[0][1] >= 0.1 * estimate.step_s:
+        name, seconds = rest[0]
+        parts += f", {_WORDS.get(name, name)} {100 * seconds / estimate.step_s:.0f} %"
+    return parts
+
+
+def _share(name: str, estimate: Estimate) -> str:
+    percent = 100 * estimate.breakdown[name] / estimate.step_s
+    verb = "are" if name in ("communication", "bubble") else "is"
+    return f"{_WORDS.get(name, name)} {verb} {percent:.0f} % of the step"
+
+
+def reason(candidate: Candidate, chosen: Candidate) -> str:
+    """Why a plan is not the chosen one, in a few words.
+
+    What it spends more seconds on than the chosen plan is named, by its part of the plan's own step; where plans are
+    ranked by cost, by how much more it costs.
+    """
+    best, estimate = chosen.estimate, candidate.estimate
+    if not estimate.fits:
+        return f"{amount(candidate.missing_bytes)} too much for a {worst_device(candidate)}"
+    slower = estimate.step_s / best.step_s - 1
+    more = {name: seconds - best.breakdown.get(name, 0.0) for name, seconds in estimate.breakdown.items()}
+    if candidate.plan == chosen.plan:
+        return binding(best)
+    if ties(candidate, chosen):
+        return f"as {'fast' if chosen.rent_per_s == 1.0 else 'cheap'}, for all that is known"
+    if candidate.rent_per_s != 1.0 and (dearer := candidate.step_cost / chosen.step_cost - 1) > 0:
+        return f"costs {100 * dearer:.0f} % more, {100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}"
+    name = max(more, key=lambda key: more[key])
+    if slower < 0:
+        return f"{-100 * slower:.0f} % faster{', and relaxed' if candidate.plan.relaxed else ''}"
+    return _share(name, estimate)
+
+
+_WORDS = {"compute": "computing", "communication": "messages that nothing hides", "bubble": "idle pipeline ranks",
+          "optimizer": "the optimizer", "input": "reading data", "unexplained": "time that no part explains"}
+
+
+def worst_device(candidate: Candidate) -> str:
+    need = max(candidate.estimate.needs, key=lambda need: need.missing_bytes)
+    free = "" if need.device.total_bytes is None else " that are free"
+    return f"{need.device.name or need.device.kind} of {amount(need.device.memory_bytes)}{free}"
+
+
+def amount(num_bytes: float) -> str:
+    """
+    >>> amount(85_899_345_920), amount(1.5 * 2**20)
+    ('80 GiB', '1.5 MiB')
+    """
+    return f"{num_bytes / 2**30:.3g} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.3g} MiB"
+
+
+def best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first of each kind, in their order."""
+    best: dict[str, Candidate] = {}
+    for candidate in candidates:
+        best.setdefault(candidate.kind, candidate)
+    return list(best.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of hardware. name: as a user would say it. price: under it.
+
+    least: see `search`; under it. has_same_memory: whether the same plans fit. has_same_speed: whether plans that fit
+    without it do so with it, and take as long.
+    least_s: seconds that a step takes at least under it, of the estimate without it, where the same plans fit.
+    """
+
+    name: str
+    price: Price
+    least: Least = _nothing_is_sure
+    has_same_memory: bool = False
+    has_same_speed: bool = False
+    least_s: Callable[[Estimate], float] = lambda estimate: 0.0
+
+
+def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape: DeviceCounts, *,
+          rent: Rent = _time_is_money) -> list[tuple[str, Candidate]]:
+    """Changes of hardware under which another kind of exact plan is faster by more than a tie, and its best plan.
+
+    Every way to split is looked at again, without all of its schedules; the best plans of each kind as they were found.
+    What plans that were tried are off by, they are off by after a change, too.
+    """
+    chosen = ranking.chosen
+    if chosen is None:
+        return []
+    factors = {candidate.plan: candidate.estimate.step_s / ranking.fitting[candidate.plan].estimate.step_s
+               for candidate in ranking.ranked if candidate.plan in ranking.fitting}
+    best_plans = [candidate.plan for candidate in best_of_each_kind(ranking.ranked) if candidate.plan.relaxed is None]
+    flipped: list[tuple[str, Candidate]] = []
+    for change in changes:
+        prices = _PriceTable(partial(_as_found, change.price, factors), RankedPlans(), change.least, rent,
+                             wants_nearest=False)
+        prices.over |= set(ranking.over) if change.has_same_memory else set()
+        known = {each.plan for each in (*ranking.ranked, *(() if change.has_same_memory else ranking.too_large))}
+        prices.over |= ranking.fitting.keys() - known  # they failed when they were tried, or needed more memory
+        prices.fitting |= ranking.fitting if change.has_same_speed else {}
+        ways: Iterable[Plan] = ranking.ways
+        if not change.has_same_memory:
+            every_way = (*splits(limits, shape), *served(limits, shape))
+            ways = [candidate.plan for candidate in _first(prices, every_way, limits)]
+        unchanged = prices(chosen.plan)
+        best = _fastest(prices, dict.fromkeys((*ways, *best_plans)), ranking, change, unchanged, factors)
+        if best is not None and best.kind != chosen.kind and (
+                unchanged is None or best.step_cost < (1 - TIE) * unchanged.step_cost):
+            flipped.append((change.name, best))
+    return flipped
+
+
+def _as_found(price: Price, factors: Mapping[Plan, float], plan: Plan) -> Estimate:
+    """A price, off by what the plan's price was found to be off by; of a plan that had none, by the median."""
+    estimate, factor = price(plan), factors.get(plan) or statistics.median(factors.values() or [1.0])
+    return replace(estimate, step_s=factor * estimate.step_s, low_s=factor * estimate.low_s,
+                   high_s=factor * estimate.high_s)
+
+
+def _fastest(prices: _PriceTable, plans: Iterable[Plan], ranking: RankedPlans, change: Change,
+             unchanged: Candidate | None, factors: Mapping[Plan, float]) -> Candidate | None:
+    """The best of some plans under a change. Those that can't be better than `unchanged` or another aren't priced."""
+    def least_cost(plan: Plan) -> float:
+        candidate = ranking.fitting.get(plan)
+        return 0.0 if candidate is None or not change.has_same_memory else (
+            change.least_s(candidate.estimate) * factors.get(plan, 0.0) * prices.rent(plan))
+
+    best = unchanged
+    for least, _, plan in sorted((least_cost(plan), str(plan), plan) for plan in plans):
+        if best is not None and least > best.step_cost:
+            break
+        if (candidate := prices(plan)) is not None:
+            best = candidate if best is None else min(best, candidate, key=_cost)
+    return best

@@ -1,0 +1,259 @@
+"""The run folder: one run, one folder, one writer. Its files say how the run came to be."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.base.errors import PacelineError, PeerLost, UsageError
+from paceline.base.files import remove, write_json
+from paceline.launch.process.failure import RankFailed
+
+# What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
+(PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED, SPLIT, EVENTS, BEST, LOGGED, LOGGERS, ORIGIN,
+ JOURNAL, SPIKES, STUDY) = (
+    "plan.json", "summary.json", "metrics.jsonl", "model.safetensors", "job.json", "checkpoints",
+    "predicted.json", "split.json", "events.jsonl", "best.json", "logged.jsonl",
+    "loggers.json", "origin.json", "journal.jsonl", "spikes", "study.json")
+
+_LOCK_POLL_S = 0.2
+_locks: list[int] = []  # of folders that this process holds, or one that it is a fork of
+_BUILDING = ("start", "build", "input")  # phases of a rank before its first forward
+
+
+def fresh_name(stem: str) -> Path:
+    """`runs/STEM-DATE-TIME`, a folder that doesn't exist yet."""
+    base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    tries = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
+    return next(path for path in tries if not path.exists())
+
+
+def check_free(run_dir: Path, *, resume: bool) -> None:
+    """Refuse a folder that holds an earlier run, unless that is resumed.
+
+    Raises:
+        UsageError: with the way out.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"{run_dir} is a file and not a run folder")
+    for path in run_dir.iterdir() if run_dir.exists() else ():
+        if path.exists() and not path.is_file() and not path.is_dir():  # who opens a pipe waits for its other end
+            raise UsageError(f"{path} is a pipe, a socket or a device, and no file of a run", hint="remove it")
+    if not resume and any((run_dir / name).exists() for name in (METRICS, SUMMARY, CHECKPOINTS)):
+        raise UsageError(f"{run_dir} already holds a run", hint="--resume goes on with it; another --run starts anew")
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if need be.
+
+    Raises:
+        UsageError: it can't be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[Path]:
+    """Hold the folder for one live run. The lock is the kernel's: that of a run that is killed goes with
+    its last process.
+
+    A run that fails leaves no unfinished checkpoint behind, and one of a job that can't be built leaves no new folder.
+
+    Raises:
+        UsageError: a live run holds it, or it can't be written.
+    """
+    own_pid, is_new = os.getpid(), not run_dir.exists()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)  # not to be read: forks keep the lock
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = (run_dir / ".lock").read_text().strip() or "unknown"
+            raise UsageError(f"{run_dir} is in use by a live run (process {holder})",
+                             hint="wait for it, or name another folder with --run") from None
+        try:
+            os.ftruncate(lock, 0)
+            os.write(lock, str(os.getpid()).encode())
+        except OSError as error:
+            raise _unwritable(run_dir, error) from error
+        _locks.append(lock)
+        try:
+            yield run_dir
+        except BaseException as error:
+            if is_new and _never_began(run_dir, error):
+                shutil.rmtree(run_dir, ignore_errors=True)
+            else:
+                remove_unfinished(run_dir)
+            raise
+    finally:
+        if lock in _locks:
+            _locks.remove(lock)
+        if os.getpid() == own_pid:  # a run that is over is over, though forks of this process may end a little later
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+
+
+def unclaim_in_forks() -> None:
+    """From now on, forks of this process hold no folder. A rank says so: processes that its job starts may outlive
+    it, as those of a pool do that hang."""
+    def close() -> None:
+        while _locks:
+            os.close(_locks.pop())
+
+    os.register_at_fork(after_in_child=close)
+
+
+@contextmanager
+def kept_unless_trained(run_dir: Path) -> Iterator[None]:
+    """A run that was complete keeps its figures, its plan and its model where the block takes no step of it."""
+    try:
+        is_complete = bool(read_summary(run_dir))
+    except UsageError:  # a resumed run writes another one
+        is_complete = False
+    model, aside, last = run_dir / MODEL, run_dir / f".{MODEL}.before", _last_step(run_dir)
+    aside.unlink(missing_ok=True)  # of a run that was killed meanwhile
+    if not is_complete:
+        yield
+        return
+    documents = {path: path.read_bytes() for name in (PLAN, SUMMARY, PREDICTED, SPLIT, ORIGIN, JOB)
+                 if (path := run_dir / name).exists()}
+    if model.exists():
+        model.replace(aside)
+    try:
+        yield
+    finally:
+        if _last_step(run_dir) == last:
+            for path, content in documents.items():
+                path.write_bytes(content)
+            if aside.exists():
+                aside.replace(model)
+        aside.unlink(missing_ok=True)
+
+
+def _last_step(run_dir: Path) -> bytes:
+    """The line of the newest step."""
+    lines = (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).exists() else []
+    return next((line for line in reversed(lines) if b'"step_s"' in line), b"")
+
+
+def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:
+    """Wait until no live run holds the folder, as the last ranks of a host that is lost may do for a while.
+
+    Raises:
+        PeerLost: one still does after the timeout.
+    """
+    if not run_dir.exists():  # they were lost before they had made it
+        return
+    deadline_s = time.monotonic() + timeout_s
+    with open(run_dir / ".lock", "a+") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > deadline_s:
+                    raise PeerLost(f"{run_dir} is still held by ranks that were lost {timeout_s:.0f} s ago",
+                                   hint="end them, then --resume goes on from the newest checkpoint") from None
+            time.sleep(_LOCK_POLL_S)
+
+
+def remove_if_never_began(run_dir: Path, error: BaseException) -> None:
+    """Remove a folder that says no more than this error; see `_never_began`."""
+    if _never_began(run_dir, error):
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _never_began(run_dir: Path, error: BaseException) -> bool:
+    """Whether a run ended by an error of its job or its request before its first step: in the model, the optimizer, or
+    the first batch. What the folder then holds says no more than the error."""
+    metrics = run_dir / METRICS
+    if (run_dir / CHECKPOINTS).exists() or (metrics.exists() and metrics.stat().st_size):
+        return False
+    failure = error.failure if isinstance(error, RankFailed) else None
+    if failure is None or failure.exit_code != PacelineError.exit_code:
+        return isinstance(error, PacelineError) and error.exit_code == UsageError.exit_code
+    return failure.phase in _BUILDING and failure.step <= 1
+
+
+def _unwritable(run_dir: Path, error: OSError) -> UsageError:
+    return UsageError(f"can't write the run folder {run_dir}: {error.strerror}", hint="--run DIR names another")
+
+
+def remove_unfinished(run_dir: Path, *, but: str | None = None) -> None:
+    """Remove what saves of earlier launches left half written. but: the attempt whose saves are left alone."""
+    for path in (run_dir / CHECKPOINTS).glob(".step-*"):
+        name, _, owner = path.name[1:].removesuffix(".failed").partition(".")
+        # What a cut-off replacement set aside is the only copy until the step is there again.
+        if owner == "replaced" and not (run_dir / CHECKPOINTS / name).exists():
+            continue
+        if owner.rpartition("-")[0] != but:
+            remove(path)
+    # A model that was being exported, and weights that were written for callbacks.
+    for path in (*run_dir.glob(f".{MODEL}.*.tmp"), *run_dir.glob(".weights-*")):
+        remove(path)
+
+
+def write_failure(run_dir: Path, plan: str, failed: RankFailed) -> None:
+    """Why a run did not end, in place of its summary. A disk that is full takes none."""
+    with suppress(OSError):
+        write_json(run_dir / SUMMARY, {"plan": plan, "failure": failed.failure.to_dict()})
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """The figures of a run that ended; none of one that did not.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    document = read_document(run_dir, SUMMARY) if (run_dir / SUMMARY).exists() else {}
+    if document and not {"failure", "steps"} & document.keys():
+        raise UsageError(f"{run_dir / SUMMARY} is damaged: it has no 'steps'")
+    return {} if "failure" in document else document
+
+
+def read_failure(run_dir: Path) -> dict[str, Any]:
+    """Why a run did not end, as `write_failure` wrote it; empty of any other run.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    document = read_document(run_dir, SUMMARY) if (run_dir / SUMMARY).exists() else {}
+    return dict(document.get("failure") or {})
+
+
+def read_document(run_dir: Path, name: str) -> dict[str, Any]:
+    """A JSON document of a run folder.
+
+    Raises:
+        UsageError: the folder or the document isn't there or can't be read.
+    """
+    if name == JOB and not (run_dir / name).exists() and (run_dir / PLAN).exists():
+        raise UsageError(f"{run_dir} does not say which job it is of: pl.train was given a Job, and no file",
+                         hint="pl.open(run, job=...).model() builds its model")
+    if not (run_dir / name).exists():
+        raise UsageError(f"{run_dir} is not the folder of a run: it has no {name}",
+                         hint="paceline train FILE --run DIR makes one")
+    from paceline.runs import documents  # msgspec takes a moment to load
+
+    kinds: dict[str, Any] = {PLAN: documents.PlanDocument, JOB: documents.JobDocument,
+                             SUMMARY: documents.SummaryDocument, PREDICTED: documents.PredictedDocument}
+    return documents.read(run_dir / name, kinds.get(name, dict[str, Any]))
+
+

@@ -1,0 +1,253 @@
+"""The journal of a run: which samples each applied update consumed, as evidence that none was lost or repeated.
+
+Each launch appends a line that says after which update it goes on, then a line an update. Lines are never changed: what
+an interrupted launch did after its last checkpoint stays there, and the next launch's line says that it was undone.
+docs/checkpoints.md describes the file; `api/audit.py` reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from paceline.base.errors import CheckpointError
+from paceline.job import Job
+from paceline.job.order import Window
+
+LINE_BYTES = 4096  # more is no line of ours
+MOST = 2**62  # of any number; sums of two are whole in 64 bits
+MOST_SAMPLES = 2**24  # of an update: whoever audits makes a list of them
+
+OrderKind = Literal["shuffle", "sampler", "stream"]
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A launch begins: what later lines say is of this one, until the next begins.
+
+    launch: its number, from 1. after: the updates of the steps up to this one are in the weights. also: beside them,
+    parts of later steps, as (step, part); no others. num_samples: of an epoch; None for a stream. seed, order: what
+    fixes which index is at a position of an epoch.
+    """
+
+    launch: int
+    after: int
+    plan: str
+    world_size: int
+    seed: int
+    order: OrderKind
+    num_samples: int | None = None
+    drop_last: bool = False
+    time: float = 0.0
+    also: tuple[tuple[int, int], ...] = ()
+
+    def keeps(self, update: Update) -> bool:
+        """Whether an update that an earlier launch wrote down is in the weights."""
+        return update.step <= self.after or (update.step, update.part) in self.also
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An applied update consumed `count` positions of an epoch, from `start` on.
+
+    step: counted from 1 over the job. part: of the step's window, where each part is an update of its own.
+    digest: summed over what all ranks fetched since the line before that has one; see `order.digest`.
+    skipped: no weight was changed, as gradients overflowed under loss scaling, as the step is a spike, or as the run
+        went back behind it.
+    """
+
+    launch: int
+    step: int
+    epoch: int
+    start: int
+    count: int
+    digest: int | None = None
+    part: int | None = None
+    skipped: bool = False
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + self.count)
+
+
+Record = Launch | Update
+_JSON = msgspec.json.Encoder()
+
+
+def order_of(job: Job) -> OrderKind:
+    """How the order of a job's data comes about."""
+    if job.num_samples is None:
+        return "stream"
+    return "shuffle" if job.sampler is None else "sampler"
+
+
+class Journal:
+    """Appends what one launch does. Every rank has one, and rank 0's has a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.launch = 0
+        self._noted: list[Update] = []
+        self._descriptor: int | None = None
+        self._lock = threading.Lock()  # a checkpoint is completed on another thread
+
+    def begin(self, job: Job, *, plan: str, world_size: int, after: int, also: Sequence[tuple[int, int]] = ()) -> None:
+        """Go on after the updates that the restored state is of; see `Launch`.
+
+        Raises:
+            CheckpointError: the file can't be written.
+        """
+        if self.path is None:
+            return
+        self.launch = self._open() + 1
+        self._append([Launch(launch=self.launch, after=after, plan=plan, world_size=world_size, seed=job.seed,
+                             order=order_of(job), num_samples=job.num_samples, drop_last=job.drop_last,
+                             time=round(time.time(), 3), also=tuple(also))])
+
+    def go_back(self, job: Job, *, plan: str, world_size: int, after: int) -> None:
+        """The updates of the steps after this one are undone, and their samples left out.
+
+        Raises:
+            CheckpointError: the file can't be written.
+        """
+        if self.path is None:
+            return
+        undone = [update for update in applied(self.path) if update.step > after]
+        self.close()
+        self.begin(job, plan=plan, world_size=world_size, after=after)
+        self._append([msgspec.structs.replace(update, launch=self.launch, skipped=True) for update in undone])
+
+    def note(self, step: int, window: Window, *, part: int | None = None, skipped: bool = False) -> None:
+        """An update was applied on this rank."""
+        self._noted.append(Update(launch=self.launch, step=step, epoch=window.epoch, start=window.start,
+                                  count=window.count, part=part, skipped=skipped))
+
+    def settle(self, digest: int) -> None:
+        """All ranks have applied what was noted. digest: of what all of them fetched for it.
+
+        Raises:
+            CheckpointError: the file can't be written.
+        """
+        if not self._noted:
+            return
+        *before, last = self._noted
+        self._append([*before, msgspec.structs.replace(last, digest=digest)])
+        self._noted = []
+
+    def sync(self) -> None:
+        """Force what was appended to the disk, as a checkpoint that follows from it is about to be complete."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.fsync(descriptor)  # for a checkpoint that is not complete yet
+            os.close(descriptor)
+
+    def _open(self) -> int:
+        """Open the file behind its last whole line; the number of the last launch."""
+        assert self.path is not None
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            launch = size = 0
+            for line in _lines(self.path):
+                if not line.endswith(b"\n"):
+                    break  # its writer died in the middle of it
+                size += len(line)
+                with suppress(ValueError):
+                    launch = max(launch, parse(line).launch)
+            os.ftruncate(self._descriptor, size)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return launch
+
+    def _append(self, records: Sequence[Record]) -> None:
+        if self._descriptor is None or not records:
+            return
+        data = b"".join(_JSON.encode(record) + b"\n" for record in records)
+        try:
+            if os.write(self._descriptor, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"can't write the journal {self.path}: {error.strerror}",
+                               hint="--resume goes on from the last checkpoint when there is space again")
+
+
+def parse(line: bytes) -> Record:
+    """A line of a journal.
+
+    Raises:
+        ValueError: it is none.
+    """
+    document: Any = json.loads(line)
+    if not isinstance(document, dict):
+        raise ValueError("it is no object")
+    kind: Any = Launch if "after" in document else Update
+    record: Record = msgspec.convert(document, kind)  # a ValidationError is a ValueError
+    if isinstance(record, Launch):
+        numbers: tuple[int, ...] = (record.launch, record.after, record.num_samples or 0,
+                                    *(number for each in record.also for number in each))
+    else:
+        numbers = record.launch, record.step - 1, record.epoch, record.start
+        if not 0 <= record.count <= MOST_SAMPLES:
+            raise ValueError(f"an update of {record.count} samples")
+    if not all(0 <= number < MOST for number in numbers):
+        raise ValueError("a number is out of its bounds")
+    return record
+
+
+def last_step(path: Path) -> int:
+    """The step that the last whole line is of; -1 if there is none."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 2 * LINE_BYTES))
+        for line in reversed(file.read().split(b"\n")[:-1]):  # what follows the last line's end is none
+            with suppress(ValueError, RecursionError):
+                record = parse(line)
+                return record.after if isinstance(record, Launch) else record.step
+    return -1
+
+
+def applied(path: Path) -> list[Update]:
+    """The updates that the last launch's weights are made of."""
+    updates: list[Update] = []
+    for _, record in read(path):
+        if isinstance(record, Launch):
+            updates = [update for update in updates if record.keeps(update)]
+        elif record is not None:
+            updates.append(record)
+    return updates
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while line := file.readline(LINE_BYTES):
+            yield line
+
+
+def read(path: Path) -> Iterator[tuple[int, Record | None]]:
+    """Number and record of each whole line; None for a line that can't be read. The last line may be incomplete, if
+    its writer was killed in it: then it is left out.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    for number, line in enumerate(_lines(path), 1):
+        if not line.endswith(b"\n") and len(line) < LINE_BYTES:
+            return
+        record: Record | None = None
+        with suppress(ValueError, RecursionError):
+            record = parse(line)
+        yield number, record

@@ -1,0 +1,456 @@
+"""The controller of a search: it alone samples, watches and prunes; ranks only train.
+
+A trial is asked of Optuna, perhaps priced on one device, then trained under its plan on a slice of the devices that are
+free. All that must outlive this process is in Optuna's storage.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.base.errors import JobError, PacelineError, PlanError
+from paceline.base.user_code import user_frames
+from paceline.job.choices import pick
+from paceline.job.file import JobFile
+from paceline.launch.local.worker_pool import WorkerPool, largest, node_of, room
+from paceline.launch.process.messages import Message
+from paceline.runs import folder
+from paceline.searches.objectives import PREDICTED, Limit, Objective, final_figures
+from paceline.searches.space import Numbers, Options, Space
+from paceline.searches.storage import Heartbeats
+from paceline.searches.trials import OWNER, RECORD, SURPLUS, counted, dominates, front
+from paceline.strategies.plan import Plan
+from paceline.training.drivers import fault_policy
+
+if TYPE_CHECKING:
+    import optuna
+
+AUTO = "auto"
+_LOOK_S = 0.25  # for what ranks say, between looks at requests to stop
+_OWNED_WITHIN = timedelta(seconds=10)
+_ALIKE_TO_GIVE_UP = 5  # trials that all fail of one cause before one has ended well: so will the others
+_FAILED_TO_GIVE_UP = 20  # of different causes
+
+PlanOf = Callable[[Mapping[str, Any]], str]
+
+
+@dataclass
+class Running:
+    """A trial between asking and telling.
+
+    params: Settings of the job, and choices of its model so far.
+    plan: None until the planner has chosen.
+    wrong: Why no plan can be had of `plan_of`, if so. refused: Why the user's space pruned it, if so.
+    predicted: What was priced; None before.
+    num_reported: Evaluations that Optuna has already, from before this controller.
+    curious: Ranks that asked whether the trial's weights are worth keeping. keeps: what they were told.
+    """
+
+    trial: optuna.trial.Trial
+    params: dict[str, Any]
+    plan: str | None
+    wrong: str | None = None
+    refused: str | None = None
+    predicted: dict[str, float] | None = None
+    slots: tuple[int, ...] = ()
+    began_s: float = field(default_factory=time.monotonic)
+    num_evaluations: int = 0
+    num_reported: int = 0
+    step: int = 0
+    total_steps: int | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    is_pruned: bool = False
+    curious: list[Message] = field(default_factory=list)
+    keeps: bool | None = None
+
+    @property
+    def number(self) -> int:
+        return int(self.trial.number)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked of a search.
+
+    plan_of: The plan of a trial from its parameters; `AUTO` leaves it to the planner.
+    define: Samples parameters that depend on each other, from Optuna's trial.
+    """
+
+    space: Space
+    objectives: Sequence[Objective]
+    limits: Sequence[Limit]
+    num_trials: int
+    plan_of: PlanOf
+    define: Callable[[Any], Mapping[str, Any]] | None
+    memory: str | None
+    source: JobFile | None
+
+
+class AllFailed(PacelineError):
+    """No trial ended well."""
+
+
+class Controller:
+    """Runs the trials of a study that are left.
+
+    Args:
+        owner: Names this run folder among the controllers that share a study.
+        is_shared: Whether other controllers may use the study at the same time.
+        heed: Called after each change, with the trials that run; returns whether to stop.
+    """
+
+    def __init__(self, study: optuna.Study, pool: WorkerPool, request: Request, run_dir: Path, *, owner: str,
+                 is_shared: bool, heed: Callable[[Controller], bool]) -> None:
+        self.study, self.pool, self.request, self.run_dir = study, pool, request, run_dir
+        self.owner, self.is_shared, self.heed = owner, is_shared, heed
+        self._beats = Heartbeats(study) if is_shared else None
+        self.running: dict[int, Running] = {}  # by the pool's number
+        self.waiting: deque[Running] = deque()  # for enough free devices
+        self.adopted: deque[optuna.trial.Trial] = deque()  # begun before, and to be started anew
+        self.num_done = 0
+        self.failures: dict[int, str] = {}  # why a trial failed, by its number
+        self.has_success = False
+        self.choices_met: set[str] = set()
+        figures = {limit.name for limit in request.limits} | {each.name for each in request.objectives}
+        self._figures = sorted(figures & set(PREDICTED))
+
+    def run(self) -> None:
+        """Run trials until there are as many as were asked for, or the sampler has no more.
+
+        Where `heed` says to stop, trials that run stay so.
+
+        Raises:
+            AllFailed: trial after trial failed, and none ended well.
+        """
+        with _loop_of(self.study):
+            self._run()
+
+    def _run(self) -> None:
+        trials = counted(self.study)
+        self.num_done = sum(trial.state.is_finished() for trial in trials)
+        self.has_success = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
+        self.adopted.extend(self._left_running())
+        while True:
+            self._fill()
+            if self.heed(self):
+                return
+            if not (self.running or self.waiting):
+                self.adopted.extend(self._left_running())  # nobody came to claim them meanwhile
+                if not self.adopted and not self._ownerless():
+                    return
+            if self._beats is not None:
+                self._beats.beat([each.trial._trial_id for each in (*self.running.values(), *self.waiting)])
+            for event in self.pool.wait(_LOOK_S):
+                self._handle(event)
+
+    # --- Starting -----------------------------------------------------------------------------------------------
+
+    def _left_running(self) -> list[optuna.trial.Trial]:
+        """Trials that a killed controller of this run folder left; they start anew with their parameters."""
+        import optuna
+
+        unfinished = [trial for trial in self._unfinished() if trial.user_attrs.get(OWNER) == self.owner]
+        return [optuna.trial.Trial(self.study, trial._trial_id) for trial in (*unfinished, *self._abandoned())]
+
+    def _unfinished(self) -> list[optuna.trial.FrozenTrial]:
+        return [trial for trial in counted(self.study) if trial.state.name == "RUNNING"]
+
+    def _ownerless(self) -> list[optuna.trial.FrozenTrial]:
+        """Trials whose controller has not said yet that they are its own, or was killed before it could."""
+        return [trial for trial in self._unfinished() if OWNER not in trial.user_attrs]
+
+    def _abandoned(self) -> list[optuna.trial.FrozenTrial]:
+        now = datetime.now()
+        return [trial for trial in self._ownerless()
+                if not self.is_shared or now - (trial.datetime_start or now) > _OWNED_WITHIN]
+
+    def _fill(self) -> None:
+        """Start trials while there are devices for them."""
+        while self.pool.free:
+            if not self.waiting:
+                running = self._next()
+                if running is None:
+                    return
+                self.waiting.append(running)
+            if not self._start(self.waiting[0]):
+                return
+            self.waiting.popleft()
+
+    def _next(self) -> Running | None:
+        if self.adopted:
+            return self._prepare(self.adopted.popleft())
+        import optuna
+
+        if self.study._stop_flag or len(counted(self.study)) >= self.request.num_trials:
+            return None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Heartbeat of storage")  # `Heartbeats` keeps it
+            trial = self.study.ask()
+        if sum(each.number <= trial.number for each in counted(self.study)) > self.request.num_trials:
+            trial.set_user_attr(SURPLUS, True)  # another controller asked for the last one at the same time
+            self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            return None
+        return self._prepare(trial)
+
+    def _prepare(self, trial: optuna.trial.Trial) -> Running:
+        """Claim a trial, and sample what is known of its parameters before its model is built."""
+        import optuna
+
+        trial.set_user_attr(OWNER, self.owner)
+        fixed = self.request.space.fixed
+        try:
+            params = dict(self.request.define(trial)) if self.request.define is not None else {}
+        except optuna.TrialPruned as pruned:
+            return Running(trial, dict(trial.params), None, refused=f"the space pruned it: {pruned}")
+        params = {**params, **{name: suggest(trial, name, domain)
+                               for name, domain in self.request.space.domains.items() if name not in params}, **fixed}
+        plan, wrong = self._plan_of(params)
+        reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        return Running(trial, params, plan, wrong, num_reported=len(reported))
+
+    def _plan_of(self, params: Mapping[str, Any]) -> tuple[str | None, str | None]:
+        """The plan, None if the planner chooses it; and what is wrong with it."""
+        try:
+            plan = self.request.plan_of(params)
+            return (None if plan == AUTO else str(Plan.read(plan))), None
+        except PlanError as error:
+            return None, str(error)
+        except Exception as error:  # the user's code may raise anything
+            return None, f"plan= raised {type(error).__name__} at {user_frames(error)[0]}: {error}"
+
+    def _start(self, running: Running) -> bool:
+        """Start a trial, or its pricing, if the devices that it needs are free; fail it if there are none."""
+        if running.refused is not None:
+            self._tell(running, "PRUNED", {"refused": running.refused})
+            return True
+        needed = Plan.read(running.plan).world_size if running.plan is not None else 1
+        wrong = running.wrong
+        if needed > largest(self.pool):
+            wrong = (f"plan '{running.plan}' needs {needed} devices and {largest(self.pool)} is the most that a trial "
+                     "can have")
+        if wrong is not None:
+            self._fail(running, wrong, PlanError.__name__)
+            return True
+        prices = running.predicted is None and bool(running.plan is None or self._figures)
+        slots = room(self.pool, 1 if prices else needed)
+        if slots is None:
+            return False
+        running.slots = slots
+        trial_dir = self._begin(running)
+        names = [self.pool.names[slot] for slot in (node_of(self.pool, slots[0]) if prices else slots)]
+        if prices and running.plan is not None:
+            names = names[:Plan.read(running.plan).world_size]
+        payload = {"do": "price" if prices else "train", "params": running.params, "plan": running.plan,
+                   "devices": names, "memory": self.request.memory, "figures": self._figures,
+                   "run_dir": str(trial_dir)}
+        plan = Plan.read(running.plan) if running.plan is not None and not prices else Plan()
+        number = self.pool.start(payload, running.slots, fault_policy=fault_policy(plan), log_dir=trial_dir / "logs")
+        self.running[number] = running
+        return True
+
+    def _begin(self, running: Running) -> Path:
+        """The trial's folder, which is a run folder, with nothing of an earlier start in it."""
+        trial_dir = self._trial_dir(running.number)
+        if running.predicted is None:
+            shutil.rmtree(trial_dir, ignore_errors=True)
+        trial_dir.mkdir(parents=True, exist_ok=True)
+        return trial_dir
+
+    def _trial_dir(self, number: int) -> Path:
+        return self.run_dir / "trials" / str(number)
+
+    # --- Hearing ------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Message) -> None:
+        running = self.running[event.task]
+        if event.kind == "question" and "keep" in event.value:
+            self._answer_keep(running, event)
+        elif event.kind == "question":
+            self.pool.answer(event, self._choose(running, event.value["choice"], event.value["options"]))
+        elif event.kind == "report":
+            self._report(event.task, running, event.value)
+        elif event.kind == "lost":
+            del self.running[event.task]
+            self._again(running)
+        else:
+            del self.running[event.task]
+            self._end(running, event)
+
+    def _again(self, running: Running) -> None:
+        """Start a trial anew whose node was lost, as after a kill: under its number and with its parameters."""
+        import optuna
+
+        shutil.rmtree(self._trial_dir(running.number), ignore_errors=True)
+        if running.is_pruned:
+            self._tell(running, "PRUNED", {})
+        else:
+            self.adopted.append(optuna.trial.Trial(self.study, running.trial._trial_id))
+
+    def _choose(self, running: Running, name: str, options: list[Any]) -> dict[str, Any]:
+        """The option of a choice inside the model, the same for every rank of the trial."""
+        self.choices_met.add(name)
+        try:
+            if name not in running.params:
+                running.params[name] = running.trial.suggest_categorical(name, options)
+            return {"option": pick(name, options, running.params[name])}
+        except (ValueError, JobError) as error:
+            return {"error": f"choice '{name}' can't have the options {options}: {error}"}
+
+    def _answer_keep(self, running: Running, event: Message) -> None:
+        """Tell all ranks, once rank 0 has reported its last, whether to save: no trial so far is better in all."""
+        running.curious.append(event)
+        if running.keeps is None and event.rank == 0:
+            known = {**(running.predicted or {}), **running.figures}
+            values = [known.get(objective.name, math.nan) for objective in self.request.objectives]
+            running.keeps = not any(dominates(trial.values, values, self.study.directions)
+                                    for trial in front(self.study))
+        if running.keeps is not None:
+            for each in running.curious:
+                self.pool.answer(each, {"keep": running.keeps})
+            running.curious.clear()
+
+    def _report(self, task: int, running: Running, progress: Mapping[str, Any]) -> None:
+        running.num_evaluations += 1
+        running.step, running.total_steps, running.figures = progress["step"], progress["of"], dict(progress["figures"])
+        name = self.request.objectives[0].name
+        if running.is_pruned or len(self.request.objectives) > 1 or name not in running.figures:
+            return
+        value = running.figures[name]
+        if math.isfinite(value) and running.num_evaluations > running.num_reported:
+            running.trial.report(value, running.num_evaluations)
+            if running.trial.should_prune():
+                running.is_pruned = True
+                self.pool.stop(task)
+
+    def _end(self, running: Running, event: Message) -> None:
+        if event.failure is not None:
+            where = f"{event.failure.where}: " if event.failure.where else ""
+            self._fail(running, f"{where}{event.failure.message}", event.failure.kind)
+        elif "refused" in (event.value or {}):
+            self._tell(running, "PRUNED", event.value)
+        elif "figures" in (event.value or {}):
+            self._price(running, event.value)
+        elif event.value and not event.value.get("preempted"):
+            self._complete(running, event.value)
+        elif running.is_pruned:
+            self._tell(running, "PRUNED", {})
+        else:
+            self._tell(running, "FAIL", {"reason": "its ranks were stopped from outside"})
+
+    def _price(self, running: Running, priced: Mapping[str, Any]) -> None:
+        running.plan, running.predicted = priced["plan"], dict(priced["figures"])
+        breaches = [breach for limit in self.request.limits if (breach := limit.breach(running.predicted))]
+        if breaches:
+            self._tell(running, "PRUNED", {"refused": "; ".join(breaches)})
+        else:
+            self.waiting.append(running)
+
+    def _complete(self, running: Running, summary: Mapping[str, Any]) -> None:
+        from paceline.base.files import write_json
+
+        figures = {**final_figures(summary), **(running.predicted or {})}
+        values = [figures.get(objective.name, math.nan) for objective in self.request.objectives]
+        running.figures, running.step = figures, summary["steps"]
+        trial_dir = self._trial_dir(running.number)
+        write_json(trial_dir / folder.SUMMARY, summary)
+        write_json(trial_dir / folder.PLAN, {"plan": running.plan, "world_size": summary["world_size"]})
+        if self.request.source is not None:
+            write_json(trial_dir / folder.JOB, replace(self.request.source, settings=running.params).to_dict())
+        wrong = [f"{objective.name} is {value}" for objective, value in
+                 zip(self.request.objectives, values, strict=True) if not math.isfinite(value)]
+        if wrong:
+            self._tell(running, "FAIL", {"reason": "; ".join(wrong)})
+        else:
+            self._tell(running, "COMPLETE", {}, values)
+            self._drop_weights()
+
+    def _drop_weights(self) -> None:
+        """Keep the weights of the best trials alone: of the Pareto front where there are several objectives."""
+        kept = {trial.number for trial in front(self.study)}
+        ended = {trial.number for trial in counted(self.study) if trial.state.is_finished()}
+        for number in ended - kept:  # a trial that has just saved may not have told its value yet
+            trial_dir = self._trial_dir(number)
+            if (trial_dir / folder.MODEL).exists():
+                (trial_dir / folder.MODEL).unlink()
+                shutil.rmtree(trial_dir / folder.CHECKPOINTS, ignore_errors=True)
+
+    def _fail(self, running: Running, reason: str, kind: str) -> None:
+        self._tell(running, "FAIL", {"reason": reason.partition("\n\nhint:")[0], "kind": kind})
+        if not self.has_success:
+            self._give_up_if_hopeless()
+
+    def _give_up_if_hopeless(self) -> None:
+        """A trial that fails does so sooner than one that works: those begun before one that runs are counted alone."""
+        oldest = min((running.number for running in self.running.values()), default=math.inf)
+        first = [reason for number, reason in self.failures.items() if number < oldest]
+        enough = _ALIKE_TO_GIVE_UP if len({cause_of(reason) for reason in first}) == 1 else _FAILED_TO_GIVE_UP
+        if len(first) >= enough:
+            raise AllFailed(f"the first {len(first)} trials all failed; {common_cause(first)}",
+                            hint=f"the logs are in {self.run_dir / 'trials'}")
+
+    def _tell(self, running: Running, state: str, outcome: Mapping[str, Any],
+              values: Sequence[float] | None = None) -> None:
+        import optuna
+
+        record = {"params": running.params, "plan": running.plan,
+                  "devices": [self.pool.place(slot) for slot in running.slots],
+                  "seconds": time.monotonic() - running.began_s, "steps": running.step,
+                  "figures": {**(running.predicted or {}), **running.figures}, **outcome}
+        running.trial.set_user_attr(RECORD, record)
+        self.study.tell(running.trial, values, state=optuna.trial.TrialState[state])
+        self.num_done += 1
+        if state == "FAIL":
+            self.failures[running.number] = outcome["reason"]
+        else:
+            self.has_success = True
+
+
+@contextmanager
+def _loop_of(study: optuna.Study) -> Iterator[None]:
+    """While the block runs, a sampler or a pruner may stop the study, as GridSampler does at the end of its grid."""
+    study._thread_local.in_optimize_loop, study._stop_flag = True, False
+    try:
+        yield
+    finally:
+        study._thread_local.in_optimize_loop = False
+
+
+def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> Any:
+    """A value of the domain, sampled by the study's sampler."""
+    if isinstance(domain, Options):
+        return trial.suggest_categorical(name, domain.options)
+    if domain.whole:
+        return trial.suggest_int(name, int(domain.low), int(domain.high), step=int(domain.step or 1),
+                                 log=domain.is_log)
+    return trial.suggest_float(name, domain.low, domain.high, step=domain.step, log=domain.is_log)
+
+
+def domain_of(distribution: Any) -> Numbers | Options:
+    """What `suggest` made a distribution of."""
+    if hasattr(distribution, "choices"):
+        return Options(tuple(distribution.choices))
+    return Numbers(distribution.low, distribution.high, distribution.step, distribution.log,
+                   whole=isinstance(distribution.low, int))
+
+
+def common_cause(reasons: Sequence[str]) -> str:
+    """What most of the failed trials failed of, said once."""
+    heads = [cause_of(reason) for reason in reasons]
+    most = max(heads, key=heads.count)
+    return f"{heads.count(most)} of them of this: {reasons[heads.index(most)]}"
+
+
+def cause_of(reason: str) -> str:
+    """A reason's first line without what may differ from trial to trial: paths, numbers, and words in quotes."""
+    return re.sub(r"'[^']*'|\"[^\"]*\"|[^\s:]*/[^\s:]*|[-+]?\d[\w.+-]*", "_", reason.partition("\n")[0])

@@ -1,0 +1,122 @@
+"""What a search shows while it runs: a live table on a terminal, else a line for each new best and each new failure."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from paceline.searches.controller import cause_of
+from paceline.searches.trials import best_trial, counted, state_of
+
+if TYPE_CHECKING:
+    from paceline.searches.controller import Controller, Running
+
+PLAIN_EVERY_S = 30.0
+_LIVE_EVERY_S = 0.25
+_ROWS = 16
+
+
+class StudyDisplay:
+    """Shows a search on stderr."""
+
+    def __init__(self, num_trials: int) -> None:
+        self.num_trials = num_trials
+        self.live: Any = None
+        self.began_s = self.shown_s = time.monotonic()
+        self.done_before: int | None = None
+        self.best: int | None = None
+        self.num_seen = 0
+        self.shown_causes: set[str] = set()
+        if sys.stderr.isatty():
+            self._go_live()
+
+    def _go_live(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.console = Console(file=sys.stderr)
+        self.live = Live("", console=self.console, refresh_per_second=4, transient=True)
+        self.live.start()
+
+    def update(self, controller: Controller) -> None:
+        """Show what has changed."""
+        if self.done_before is None:
+            self.done_before = controller.num_done
+        if controller.num_done != self.num_seen:
+            self.num_seen = controller.num_done
+            self._tell_news(controller)
+        now_s = time.monotonic()
+        if self.live is not None and now_s - self.shown_s >= _LIVE_EVERY_S:
+            self.shown_s = now_s
+            self.live.update(self._table(controller))
+        elif self.live is None and now_s - self.shown_s >= PLAIN_EVERY_S:
+            self.shown_s = now_s
+            self._say(self._line(controller))
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _tell_news(self, controller: Controller) -> None:
+        best = best_trial(controller.study)
+        if best is not None and best.number != self.best:
+            self.best = best.number
+            values = ", ".join(f"{each.name} {value:.5g}" for each, value in
+                               zip(controller.request.objectives, best.values, strict=True))
+            self._say(f"trial {best.number}: best so far, {values}  {settings(best.params)}")
+        for reason in controller.failures.values():
+            if (cause := cause_of(reason)) not in self.shown_causes:
+                self.shown_causes.add(cause)
+                self._say(f"a trial failed: {reason}")
+
+    def _line(self, controller: Controller) -> str:
+        states = [state_of(trial) for trial in counted(controller.study)]
+        shown = ", ".join(f"{states.count(state)} {state}" for state in ("complete", "pruned", "refused", "failed",
+                                                                         "running") if state in states)
+        return f"{controller.num_done} of {self.num_trials} trials: {shown}{self._left(controller)}"
+
+    def _left(self, controller: Controller) -> str:
+        done = controller.num_done - (self.done_before or 0)
+        if not done:
+            return ""
+        left_s = (time.monotonic() - self.began_s) / done * max(0, self.num_trials - controller.num_done)
+        minutes, seconds = divmod(round(left_s), 60)
+        return f", {minutes}:{seconds:02} left"
+
+    def _say(self, text: str) -> None:
+        if self.live is not None:
+            self.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def _table(self, controller: Controller) -> Any:
+        from rich.table import Table
+
+        table = Table(title=self._line(controller), title_justify="left", box=None, pad_edge=False, expand=True)
+        for column in ("trial", "plan", "devices", "step", "now"):
+            table.add_column(column, no_wrap=True)
+        table.add_column("settings", no_wrap=True, overflow="ellipsis", ratio=1)
+        best = best_trial(controller.study)
+        if best is not None:
+            table.add_row(f"{best.number} (best)", "", "", "", f"{best.values[0]:.5g}", settings(best.params))
+        for running in list(controller.running.values())[:_ROWS]:
+            table.add_row(*_row(running, controller))
+        return table
+
+
+def _row(running: Running, controller: Controller) -> tuple[str, ...]:
+    value = running.figures.get(controller.request.objectives[0].name)
+    total = f"/{running.total_steps}" if running.total_steps else ""
+    return (str(running.number), running.plan or "to be planned", ", ".join(map(controller.pool.place, running.slots)),
+            f"{running.step}{total}", "" if value is None else f"{value:.5g}", settings(running.params))
+
+
+def settings(params: Any) -> str:
+    """
+    >>> settings({"lr": 0.0123456, "act": "relu"})
+    'lr=0.01235 act=relu'
+    """
+    return " ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+                    for name, value in params.items())

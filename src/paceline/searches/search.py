@@ -1,0 +1,252 @@
+"""The verb search: from a job and a budget of trials to the best configuration, trained and tested."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.api.outcome import Outcome
+from paceline.base import signals
+from paceline.base.errors import JobError, Preempted, UsageError
+from paceline.base.inherited import named
+from paceline.base.logs import unbroken
+from paceline.base.user_code import user_frames
+from paceline.job import Job
+from paceline.job.file import JobFile, JobFunction
+from paceline.launch.local.worker_pool import WorkerPool
+from paceline.runs import folder
+from paceline.searches import report
+from paceline.searches.begin import open_study, probe, refuse_changes
+from paceline.searches.controller import AUTO, AllFailed, Controller, PlanOf, Request, common_cause
+from paceline.searches.objectives import Limit, parse_objectives
+from paceline.searches.samplers import make_pruner, make_sampler
+from paceline.searches.space import read
+from paceline.searches.storage import JOURNAL, opened, optuna
+from paceline.searches.target import ExecutionTarget, here, on_ray
+from paceline.searches.trials import RECORD, best_trial, counted, state_of
+from paceline.searches.winner import read_test_data
+from paceline.strategies.plan import Plan
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+
+_WRITE_EVERY_S = 10.0  # study.json, while the search runs
+
+
+class StudyResult(Outcome):
+    """What a search found; `DIR/study.json`."""
+
+
+@unbroken()
+def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: str | Sequence[str] | None = None,
+           limits: Sequence[str] = (), settings: Mapping[str, Any] = {}, vary: Mapping[str, str] = {},
+           space: str | Callable[[Any], Mapping[str, Any]] | None = None,
+           plan: str | Plan | Callable[[Mapping[str, Any]], str] | None = None, devices: str | None = None,
+           procs: int | None = None, memory: str | None = None, ray: str | None = None,
+           sampler: str | BaseSampler | None = None, pruner: str | BasePruner | None = None,
+           storage: str | None = None, study: str | None = None, seed: int = 0,
+           run: str | Path | None = None, resume: bool = False, timeout_s: float = 300.0) -> StudyResult:
+    """Search a job's hyperparameters and its model's choices.
+
+    Args:
+        job: A function that returns a Job, or the file of one. What its signature annotates is varied.
+        trials: How many the study has at its end, those of earlier parts and of other machines included.
+        objective: "NAME", made small, or "NAME:max": validation_loss (the default), a metric, loss, samples_per_s,
+            parameters, step_ms, memory_mb. Several give a Pareto front; pruning goes by one.
+        limits: "step_ms<=2": trials beyond are refused before they are trained. Of parameters, step_ms, memory_mb.
+        settings: Parameters and choices that are fixed.
+        vary: Domains by parameter, in place of the signature's: "1e-5..1e-1:log", "2..8", "relu,gelu".
+        space: A function of Optuna's trial, or its name in the job's file, that returns parameters which depend on
+            each other.
+        plan: Of each trial, "auto" for the planner's choice on the fewest devices that hold it, or a function of
+            its parameters. By default one device a trial.
+        devices: What trials share; see `train`.
+        procs: Ranks that run at a time; see `train`. With `ray`, of each node.
+        memory: Of each rank; see `train`.
+        ray: "auto" or HOST:PORT of a Ray cluster, on a machine of it: trials run on its nodes, each within one. The
+            job's file and the run folder must be where all nodes see them.
+        sampler: random, tpe (the default), cmaes, gp, nsga2, evolution, or one of Optuna's.
+        pruner: none, median (the default with one objective), halving, hyperband, or one of Optuna's.
+        storage: A database's URL, which machines may share; by default a journal file in the run folder.
+        study: The study's name in the database; by default the run folder's.
+        seed: Of the sampler.
+        run: Where all is written; by default a new folder in `runs/`.
+        resume: Go on with the study of the run folder. Trials that a killed search left are started again.
+
+    Raises:
+        UsageError: the request makes no sense; nothing was trained.
+        AllFailed: no trial ended well; the message has the common cause. StorageError: the database failed.
+        Preempted: the search was asked to stop; it can be resumed.
+    """
+    source, function = _function(job)
+    _check(trials, settings, resumes_nothing=resume and run is None)
+    domains = read(function, settings=settings, vary=vary)
+    objectives, bounds = parse_objectives(objective), tuple(map(Limit.parse, limits))
+    define = function.neighbour(space) if isinstance(space, str) else space
+    machine: Any = {"devices": devices, "procs": procs, "memory": memory, "timeout_s": timeout_s}
+    site = here(function, **machine) if ray is None else on_ray(ray, source, **machine)
+    request = Request(domains, objectives, bounds, trials, _plan_of(plan, site), _checked(define, function), memory,
+                      source)
+    make_sampler(sampler, num_objectives=len(objectives), seed=seed)  # a wrong name, before anything takes time
+    make_pruner(pruner, num_objectives=len(objectives), evaluations=None)
+    example, varied = probe(function, request)
+    run_dir = Path(run) if run is not None else folder.fresh_name(f"search-{function.path.stem}")
+    _check_free(run_dir, resume=resume)
+    with (folder.claimed(folder.writable(run_dir)), site.open(run_dir) as pool,
+          opened(storage, run_dir) as database):
+        begun = open_study(database, study or run_dir.resolve().name, request, sampler=sampler,
+                           pruner=pruner, seed=seed, example=example, function=function,
+                           joins=resume or storage is not None)
+        refuse_changes(begun, varied)
+        return _run(begun, pool, request, run_dir, example, is_shared=storage is not None)
+
+
+def _check(trials: int, settings: Mapping[str, Any], *, resumes_nothing: bool) -> None:
+    if trials < 1:
+        raise UsageError(f"a search needs at least 1 trial, got {trials}")
+    if resumes_nothing:
+        raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
+    try:
+        json.dumps(dict(settings))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"settings must be numbers, text, true or false, None, or lists of those: {error}") from error
+
+
+def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, JobFunction]:
+    if isinstance(job, str):
+        job = JobFile.parse(job)
+    if isinstance(job, JobFile):
+        with named():
+            return job, job.open()
+    if not callable(job):
+        raise UsageError(f"search takes a function that returns a Job, or its file, got {type(job).__name__}")
+    return None, JobFunction(job, Path(inspect.getsourcefile(job) or "job"))
+
+
+def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, site: ExecutionTarget) -> PlanOf:
+    if callable(plan):
+        return plan
+    if plan == AUTO:
+        return lambda params: AUTO
+    fixed = Plan.read(plan) if plan is not None else Plan()
+    site.check(fixed)
+    return lambda params: str(fixed)
+
+
+def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
+             function: JobFunction) -> Callable[[Any], Mapping[str, Any]] | None:
+    """The user's space, refused where it gives what the job doesn't take."""
+    if define is None:
+        return None
+
+    def checked(trial: Any) -> Mapping[str, Any]:
+        try:
+            params = define(trial)
+        except optuna().TrialPruned:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise JobError(f"the space raised {type(error).__name__} at {user_frames(error)[0]}: {error}") from error
+        parameters = function.parameters()
+        if not isinstance(params, Mapping) or (unknown := [name for name in params if name not in parameters]):
+            wrong = f"{unknown[0]}" if isinstance(params, Mapping) else type(params).__name__
+            raise JobError(f"the space gave {wrong}; it must return a dict of parameters of {function.name}(): "
+                           f"{', '.join(parameters)}")
+        return params
+
+    return checked
+
+
+def _check_free(run_dir: Path, *, resume: bool) -> None:
+    if not resume and any((run_dir / name).exists() for name in (JOURNAL, folder.STUDY)):
+        raise UsageError(f"{run_dir} already holds a search",
+                         hint="--resume goes on with it; another --run starts anew")
+    folder.check_free(run_dir, resume=False)
+
+
+# --- Running ------------------------------------------------------------------------------------------------------
+
+
+def _run(study: Any, pool: WorkerPool, request: Request, run_dir: Path, example: Job, *,
+         is_shared: bool) -> StudyResult:
+    from paceline.searches.display import StudyDisplay
+    from paceline.searches.display import settings as settings_text
+
+    objectives = request.objectives
+    print(f"study {study.study_name}: {request.num_trials} trials on {pool.describe()}, "
+          f"{' and '.join(map(str, objectives))}\nrun folder {run_dir}", file=sys.stderr, flush=True)
+    if request.define is None and request.space.kept:
+        print(f"not varied: {settings_text(request.space.kept)}; --vary NAME=DOMAIN varies them", file=sys.stderr)
+    display, written_s = StudyDisplay(request.num_trials), time.monotonic()
+    stopped: list[int] = []
+
+    def note(number: int) -> None:
+        if number in stopped:  # a second request takes its default course
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        stopped.append(number)
+
+    with signals.handled(signals.STOPPING, note):
+        def heed(controller: Controller) -> bool:
+            nonlocal written_s
+            display.update(controller)
+            if time.monotonic() - written_s > _WRITE_EVERY_S:
+                _write(study, request, run_dir, final=False)
+                written_s = time.monotonic()
+            return bool(stopped)
+
+        controller = Controller(study, pool, request, run_dir, heed=heed, is_shared=is_shared,
+                                owner=f"{socket.gethostname()}:{run_dir.resolve()}")
+        try:
+            controller.run()
+        finally:
+            display.close()
+            _write(study, request, run_dir, final=False)
+    if stopped:
+        raise Preempted(f"stopped by {signal.Signals(stopped[0]).name}: {controller.num_done} of {request.num_trials} "
+                        "trials are done", hint=f"the same command with --run {run_dir} --resume goes on")
+    read_test_data(study, pool, example, memory=request.memory)
+    return _finish(study, request, run_dir, controller)
+
+
+def _what_became_of_all(study: Any, controller: Controller) -> Iterator[str]:
+    """Of trials in each state their number, and why they are in it."""
+    trials = counted(study)
+    states = [state_of(trial) for trial in trials]
+    for state in dict.fromkeys(states):
+        why = ""
+        if state == "failed" and controller.failures:
+            why = f", {common_cause(list(controller.failures.values()))}"
+        if state == "refused":
+            last = next(trial for trial in reversed(trials) if state_of(trial) == "refused")
+            why = f", the last because {last.user_attrs[RECORD]['refused']}"
+        yield f"{states.count(state)} {state}{why}"
+
+
+def _finish(study: Any, request: Request, run_dir: Path, controller: Controller) -> StudyResult:
+    if best_trial(study) is None:
+        raise AllFailed(f"no trial was trained to its end: {'; '.join(_what_became_of_all(study, controller))}",
+                        hint=f"the logs are in {run_dir / 'trials'}")
+    document = _write(study, request, run_dir, final=True)
+    report.draw(study, request.objectives, run_dir)
+    if controller.failures:
+        print(report.failure_summary(list(controller.failures.values())), file=sys.stderr)
+    return StudyResult(document, run_dir)
+
+
+def _write(study: Any, request: Request, run_dir: Path, *, final: bool) -> dict[str, Any]:
+    from paceline.base.files import write_json
+
+    document = report.document(study, objectives=request.objectives, source=request.source, fixed=request.space.fixed,
+                               final=final)
+    write_json(run_dir / folder.STUDY, document)
+    if document["best"] is not None:
+        write_json(run_dir / report.BEST, document["best"])
+    return document

@@ -1,0 +1,177 @@
+"""A trial in its ranks: they price or train what the controller says, and choose nothing themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.base.errors import JobError, PlanError, Preempted
+from paceline.cluster.cluster import Cluster, names_of
+from paceline.job import Job
+from paceline.job.choices import Chooser, Option, choosing, pick
+from paceline.job.file import JobFunction
+from paceline.launch.process.context import RankContext
+from paceline.launch.process.messages import Line
+from paceline.planner.resolve import Resolved, resolve
+from paceline.strategies.plan import Plan
+
+# Of the planner's ledger of a CPU rank: what libraries take, and what the heap wastes; not the job's.
+_NOT_THE_JOBS = ("runtime", "holes")
+
+
+@dataclass(frozen=True)
+class TrialDevices:
+    """The devices of a trial by name, and the limit of each CPU rank."""
+
+    devices: Sequence[str]
+    memory: str | None
+
+    def resolve(self, job: Job, plan: str) -> Resolved:
+        return resolve(job, plan, devices=",".join(self.devices), memory=self.memory)
+
+
+class TrialBody:
+    """What ranks of a pool do in a search.
+
+    Payloads: {"do": "price", "train" or "test", "params", "devices", "memory", "plan", "figures", "run_dir"}. They
+    return {"refused": why} where the job's function raises `optuna.TrialPruned`.
+    """
+
+    def __init__(self, function: JobFunction) -> None:
+        self.function = function
+
+    def __call__(self, context: RankContext, payload: Mapping[str, Any], line: Line) -> Any:
+        params, devices = payload["params"], TrialDevices(payload["devices"], payload["memory"])
+        with choosing(asking(line, {name: value for name, value in params.items() if "." in name})):
+            try:
+                job = self.function.job({name: value for name, value in params.items() if "." not in name})
+            except JobError as error:
+                if type(error.__cause__).__name__ == "TrialPruned":
+                    return {"refused": f"the job pruned it: {error.__cause__}"}
+                raise
+            if payload["do"] == "price":
+                return price(job, payload["plan"], devices, payload["figures"])
+            if payload["do"] == "test":
+                return test(context, job, payload["plan"], devices, Path(payload["run_dir"]))
+            return train(context, job, payload, devices, line)
+
+
+def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
+    """Chooses what is known; asks the controller for the rest, each once."""
+    answers: dict[str, Option] = {}
+
+    def choose(name: str, options: Sequence[Option]) -> Option:
+        if name in known:
+            return pick(name, options, known[name])
+        if name not in answers:
+            answer = line.ask({"choice": name, "options": list(options)})
+            if "error" in answer:
+                raise JobError(answer["error"])
+            answers[name] = answer["option"]
+        return answers[name]
+
+    return choose
+
+
+def train(context: RankContext, job: Job, payload: Mapping[str, Any], devices: TrialDevices,
+          line: Line) -> dict[str, Any]:
+    """Train on this rank as `paceline train` would; the job's callbacks run on the first. Returns the summary, or
+    {"preempted": True}."""
+    from paceline.api.result import Result
+    from paceline.callbacks.controller import RunController, controlled
+    from paceline.planner.devices import devices_of
+    from paceline.strategies.compose import load
+    from paceline.training.drivers import train_rank
+    from paceline.training.loop import Settings
+
+    resolved, run_dir = devices.resolve(job, payload["plan"]), Path(payload["run_dir"])
+    load(resolved.plan)
+    controller = RunController(job.callbacks, job, plan=str(resolved.plan), folder=run_dir) if job.callbacks else None
+
+    def report(step: int, figures: Mapping[str, float]) -> None:
+        line.report({"step": step, "of": job.total_steps, "figures": dict(figures)})
+
+    settings = Settings(run_dir=run_dir, shares=resolved.shares, on_evaluation=report, save_on_stop=False,
+                        keep=lambda: bool(line.ask({"keep": True})["keep"]), controller=controller,
+                        devices=devices_of(resolved.plan, resolved.cluster))
+    is_first = context.rank == 0
+    try:
+        with controlled(controller, speaks=is_first):
+            summary = train_rank(context, job, resolved.plan, settings) or {}
+            if controller is not None and is_first:
+                controller.ended(Result(summary, run_dir, job))
+        return summary
+    except Preempted:
+        return {"preempted": True}
+
+
+def test(context: RankContext, job: Job, plan: str, devices: TrialDevices, run_dir: Path) -> dict[str, float]:
+    """The loss and metrics of a trained trial on the test data, under a plan of forwards. Collective."""
+    from paceline.api.inference import load_trained
+    from paceline.training.evaluate import evaluate
+
+    resolved = devices.resolve(job, plan)
+    trained = load_trained(context, job, resolved, run_dir)
+    figures, refused = evaluate(trained.model, trained.layout, job, job.test, part=trained.part, mesh=trained.mesh,
+                                device=context.device, beat=context.beat)
+    if refused is not None:
+        raise refused
+    return figures
+
+
+def price(job: Job, plan: str | None, devices: TrialDevices, figures: Sequence[str]) -> dict[str, Any]:
+    """Predicted figures of a job, and the plan that they are of.
+
+    plan: None for the planner's choice, on as few of the devices as it needs.
+
+    Raises:
+        PlanError: no plan fits the devices.
+    """
+    record: dict[str, Any] = {"plan": plan, "figures": {}}
+    if "parameters" in figures:
+        record["figures"]["parameters"] = num_parameters(job.model)
+    if plan is not None and not {"step_ms", "memory_mb"} & set(figures):
+        return record
+    chosen, estimate = _priced(job, plan, devices) if plan is not None else _chosen(job, devices)
+    tensor_bytes = sum(size for name, size in estimate.ledger.items() if name not in _NOT_THE_JOBS)
+    figured = {"step_ms": 1e3 * estimate.step_s, "memory_mb": tensor_bytes / 1e6}
+    record["figures"].update({name: value for name, value in figured.items() if name in figures})
+    return {**record, "plan": str(chosen)}
+
+
+def num_parameters(model: Callable[[], Any]) -> int:
+    """Of a model, each shared one once; nothing of it is allocated."""
+    import torch
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in model().parameters())
+
+
+def _priced(job: Job, plan: str, devices: TrialDevices) -> tuple[Plan, Any]:
+    from paceline.model.cost import profile_job
+    from paceline.planner.estimate import estimate
+    from paceline.planner.pieces import LazyPieces
+
+    resolved = devices.resolve(job, plan)
+    profile = profile_job(job, device=resolved.cluster.first_here)
+    split = LazyPieces(job, profile) if resolved.plan.splits_model else None
+    return resolved.plan, estimate(profile, resolved.plan, resolved.cluster, batch=job.batch, precision=job.precision,
+                                   split=split, snapshot=False)
+
+
+def _chosen(job: Job, devices: TrialDevices) -> tuple[Plan, Any]:
+    """The planner's fastest plan on the fewest devices that hold the job: trials side by side need no links. Nothing is
+    calibrated, for other trials run."""
+    from paceline.planner.problem import PlanningProblem
+
+    first = devices.devices[0]
+    problem = PlanningProblem.of(job, device=first if first.startswith("cuda") else "cpu")
+    for count in range(1, len(devices.devices) + 1):
+        cluster = Cluster.local(names_of(devices.devices[:count]), memory=devices.memory)
+        candidate = problem.search(cluster).chosen
+        if candidate is not None:
+            return candidate.plan, candidate.estimate
+    raise PlanError(f"no plan of up to {len(devices.devices)} devices has the memory for this trial",
+                    hint="a greater --memory, more --devices, or a limit on memory_mb that refuses such trials")

@@ -1,0 +1,48 @@
+"""After the last trial: the test data is read, once, for the winner."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.job import Job
+from paceline.launch.local.worker_pool import WorkerPool, room
+from paceline.launch.process.failure import RankFailed
+from paceline.launch.process.fault_policy import ALL_NEEDED
+from paceline.runs import folder
+from paceline.searches.trials import OWNER, RECORD, TEST, best_trial, counted
+from paceline.strategies.plan import Plan
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+
+
+def read_test_data(study: Study, pool: WorkerPool, job: Job, *, memory: str | None) -> None:
+    """Read the test data once, for the winner, with the weights that its trial has left.
+
+    Raises:
+        PacelineError: what the rank that did it failed of.
+    """
+    best, before = best_trial(study), study.user_attrs.get(TEST)
+    if job.test is None or best is None or (before is not None and before["trial"] == best.number):
+        return
+    if not all(trial.state.is_finished() for trial in counted(study)):
+        return  # other machines still run trials: the last one does it
+    record, home = best.user_attrs[RECORD], best.user_attrs[OWNER]
+    trial_dir = Path(home.partition(":")[2]) / "trials" / str(best.number)
+    if not (trial_dir / folder.MODEL).exists():
+        print(f"the test data was not read: the winner, trial {best.number}, is in {home}", file=sys.stderr)
+        return
+    plan = Plan.read(record["plan"]).of_forwards().with_microbatches(1)
+    slots = room(pool, plan.world_size)
+    assert slots is not None  # the winner was trained by as many ranks at least
+    payload = {"do": "test", "params": record["params"], "plan": str(plan), "memory": memory,
+               "devices": [pool.names[slot] for slot in slots],
+               "run_dir": str(trial_dir)}
+    pool.start(payload, slots, fault_policy=ALL_NEEDED, log_dir=trial_dir / "logs")
+    while not (ended := [event for event in pool.wait(60.0) if event.kind == "end"]):
+        pass
+    if ended[0].failure is not None:
+        raise RankFailed(ended[0].failure)
+    study.set_user_attr(TEST, {"trial": best.number, **ended[0].value})

@@ -1,0 +1,394 @@
+"""A worker: asks for a part of a step, fetches weights, computes gradients, and sends them off while it does."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from paceline.base.errors import JobError, PlanRefused
+from paceline.base.logs import logger
+from paceline.checkpoint.read import open_checkpoint
+from paceline.job.order import Order, Window
+from paceline.launch.process.malloc import KeptHeap
+from paceline.launch.process.memory_use import PeakMemory
+from paceline.model.copy_on_write import SeenValue
+from paceline.runs.folder import CHECKPOINTS
+from paceline.servers.connection import Pusher, ServerConnection
+from paceline.servers.lazy_weights import WeightArrivals
+from paceline.servers.order_inbox import OrderInbox
+from paceline.servers.roles import RankTask, Roles, servers_of
+from paceline.servers.rows import Rows
+from paceline.servers.served_steps import ServedSteps
+from paceline.servers.server_state import deal_out
+from paceline.servers.update_order import UpdateOrder
+from paceline.servers.wire import Peer, Role, WireError, connect
+from paceline.strategies.layout import Extent
+from paceline.strategies.mesh import Mesh
+from paceline.strategies.server.cost import WITHOUT_STATISTICS
+from paceline.strategies.server.shards import fingerprint
+from paceline.strategies.server.tables import tables
+from paceline.training.cores import CoreWait
+from paceline.training.evaluate import evaluation_sums, refuse_before_training, step_sums
+from paceline.training.feed import DataShard, MicroBatch, is_stream, training_feed
+from paceline.training.loss import Tally
+from paceline.training.optimizers.schedule import step_schedule
+from paceline.training.own_step.followers import followed
+from paceline.training.parts.memory_check import StateAtRest, of_updates
+from paceline.training.parts.memory_checkpoint import open_copy
+from paceline.training.refusals import check_loss
+from paceline.training.stepper import Stepper
+
+_CONNECT_S = 60.0
+
+
+class Worker:
+    """One worker of a run. It holds the whole model and no optimizer state that matters.
+
+    schedule: the worker's own, as it may change more than learning rates: the model, or what its forward reads. None
+        beside a server in the same process, whose schedule does so.
+    scheduled: how many steps it has taken.
+    """
+
+    def __init__(self, task: RankTask, *, number: int) -> None:
+        context, job, plan, settings = task.context, task.job, task.plan, task.settings
+        context.beat("build")
+        self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
+        self.memory, self.heap = PeakMemory(context.device), KeptHeap(context.device.type)
+        self.core_wait = CoreWait()
+        self.stepper = Stepper(job, plan, Mesh.of(plan, 0), context.device,
+                               devices=settings.devices)
+        shards = deal_out(self.stepper.model, self.stepper.optimizer, plan)
+        layout, incarnation = fingerprint(shards), secrets.randbits(31)
+
+        def reach(server: int, role: Role) -> Any:
+            return connect(task.rendezvous.address(server), Peer(role, number, incarnation), secret=context.secret,
+                           layout=layout, timeout_s=_CONNECT_S, encrypts=context.encrypts)
+
+        self.control = reach(0, Role.CONTROL)
+        self.links = [ServerConnection(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
+                                       uplink=task.uplink, compress=plan.modifiers.compress)
+                      for server, shard in enumerate(shards)]
+        self.frozen: frozenset[str] = frozenset()
+        tables_of_rows = tables(self.stepper.model)
+        if self.stepper.freezing.changes and not job.models:
+            self._send_zeros_for_frozen(tables_of_rows)
+        for name in tables_of_rows:  # no rank that works holds them
+            del self.stepper.parameters[name], self.stepper.local_parameters[name]
+        self.rows = Rows(tables_of_rows, self.links)
+        self.arrivals = WeightArrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
+        self.order = Order.of(job)
+        self.turns = UpdateOrder(self.order, servers_of(plan))
+        self.serves = Roles.of(plan, context.rank).server is not None
+        self.schedule, self.scheduled = None if self.serves else self.stepper.schedule, 0
+        self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
+        self.inbox = OrderInbox(self.control, self.arrivals, takes_any=servers_of(plan).staleness != 0,
+                            alive=partial(context.beat, "input"))
+        self.served: ServedSteps | None = None
+        if job.models:
+            self.served = self._serve_steps()
+        else:
+            self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
+            self.stepper.synchronisers += [self.rows, self.pusher]
+        self.observed_step: int | None = None
+        self.at_rest: StateAtRest | None = None
+        if every := settings.rechecks_every:
+            self.at_rest = StateAtRest(partial(of_updates, self.stepper), every)
+        self.has_looked_at_attributes = False
+        self.unserved = {name: (SeenValue(tensor), tensor._version) for name, tensor in self._unserved().items()}
+        self.is_over = threading.Event()
+        threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
+        self.waited_for_step_s = 0.0
+
+    def _serve_steps(self) -> ServedSteps:
+        """Have the stepper take steps of the job's own with servers."""
+        stepper, self.inbox.asks = self.stepper, False
+        served = ServedSteps(stepper.parameters, self.links, self.arrivals, self.control, self.inbox.met,
+                             num_workers=servers_of(self.plan).workers)
+        stepper.loss_number = self.number
+        stepper.part = DataShard(self.settings.shares, self.number, self.plan.num_microbatches)
+
+        def update(optimizer: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+            self._check_weights()
+            served.update(optimizer, parameters)
+            if self.schedule is not None:
+                self._step_schedule(self.schedule.of(optimizer), stepper.optimizer.members[optimizer])
+            self._note_weights()
+
+        stepper.step_sync, stepper.named_update = served, update
+        return served
+
+    def _send_zeros_for_frozen(self, tables_of_rows: Collection[str]) -> None:
+        """What is frozen in a step counts nothing in the norm of its gradient. Before the hooks that send gradients.
+
+        Raises:
+            PlanRefused: a table would be trained in some steps alone.
+        """
+        if names := sorted(set().union(*self.stepper.freezing.phases.values).intersection(tables_of_rows)):
+            raise PlanRefused(f"freeze changes during the run, and rows of '{names[0]}' lie on servers",
+                              hint="sparse=False in the embedding, or a data=N plan")
+
+        def silence(name: str, p: torch.Tensor) -> None:
+            if name in self.frozen and p.grad is not None:
+                p.grad.zero_()
+
+        for name, p in self.stepper.parameters.items():
+            p.register_post_accumulate_grad_hook(partial(silence, name))
+
+    def run(self) -> None:
+        """Work until the coordinator says that it is over."""
+        try:
+            self.control.send_message({"idle": True, "deaths": self.context.deaths[self.context.rank],
+                                       "measured": self._measured()})
+            self.inbox.listen()
+            while True:
+                self.context.beat("input")
+                began_s = time.perf_counter()
+                order = self.inbox.next()
+                self.waited_for_step_s += time.perf_counter() - began_s
+                if "over" in order:
+                    break
+                if self.served is not None and self.served.meeting < 0:
+                    self._begin_at(order["version"])
+                compute = self._compute if self.served is None else self._take_step
+                answer = compute(order) if "lease" in order else self._evaluate(order)
+                self.control.send_message({**answer, "stop": self.context.stop_signal is not None})
+                self.heap.poll()
+            if self.settings.observer is not None and self.served is None:
+                self._fetch(order)
+            self.control.send_message({"left": self._figures()})
+            self.context.beat("end")
+        finally:
+            self.is_over.set()
+        for link in self.links:  # not if a server is gone: to the others this would look like a worker's end
+            link.close()
+        self.control.close()
+
+    def _tell_alive(self) -> None:
+        """Let the coordinator know of this process's signs of life while it computes, however long that takes."""
+        last_s = 0.0
+        while not self.is_over.wait(self.context.timeout_s / 8):
+            if (sign := self.context.sign).time_s > last_s:
+                last_s = sign.time_s
+                with suppress(WireError):
+                    self.control.send_message({"alive": True})
+
+    def _fetch(self, order: dict[str, Any]) -> None:
+        """Begin to put weights of at least the version that the order names in place."""
+        self.inbox.fetch(order)
+        self.rows.version = order["version"]
+        observer = self.settings.observer
+        if observer is not None and self.observed_step is not None:
+            self.arrivals.settle()
+            observer.weights(self.observed_step, _Weights(self.stepper),  # type: ignore[arg-type]
+                             self.inbox.loss(self.observed_step))
+            self.observed_step = None
+
+    def _follow_schedule(self, step: int) -> None:
+        """Let the schedule have taken so many steps."""
+        if self.serves and self.stepper.schedule is not None:
+            self.arrivals.settle()  # the server has stepped it before its weights are complete
+        while self.scheduled < step:
+            self.scheduled += 1
+            self._step_schedule(self.schedule, self.stepper.optimizer)
+
+    @staticmethod
+    def _step_schedule(schedule: Any, optimizer: Any) -> None:
+        optimizer._opt_called = True  # schedules look whether a step was taken, and servers take them
+        step_schedule(schedule)
+
+    def _compute(self, order: dict[str, Any]) -> dict[str, Any]:
+        step, observer = order["step"], self.settings.observer
+        self.context.step = step + 1
+        self._fetch(order)
+        self._follow_schedule(step)
+        window, batches = self._samples(step, order["part"])
+        self.frozen = self.stepper.freezing.at(step, window.epoch)
+        if observer is not None:
+            observer.samples(step, batches)
+            observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
+            self.observed_step = step
+        self.pusher.update = self.rows.update = order["lease"]
+        is_checked = self.at_rest is not None and self.at_rest.is_due(self.context.step)
+        if is_checked or self.arrivals.are_here():
+            self.arrivals.settle()
+        self._note_weights()
+        with self.arrivals.watched(self.stepper.model):
+            _, used = self.stepper.backward(window, batches, step=step, part=order["part"], beat=self.context.beat,
+                                            tell=partial(self._tell_loss, order, batches))
+        self._check_weights()
+        self._check_unserved()
+        return {"finished": order["lease"], "version": self.arrivals.version,
+                "unused": sorted(self.stepper.parameters.keys() - used)}
+
+    def _note_weights(self) -> None:
+        """All weights are there, and nothing writes to them before others come."""
+        if self.at_rest is not None:
+            self.at_rest.note(self.context.step)
+
+    def _check_weights(self) -> None:
+        """
+        Raises:
+            DriftError: memory changed since.
+        """
+        if self.at_rest is None:
+            return
+        if changed := self.at_rest.changed():
+            raise self.at_rest.error([self.context.rank], changed, after="it had the weights for")
+        self.at_rest.forget()
+
+    def _begin_at(self, version: int) -> None:
+        """The weights after so many steps of the job's own: servers send those that they update, and followers, which
+        each rank moves by itself, come from what the servers went on from."""
+        assert self.served is not None
+        self.context.beat("restore")
+        self.served.begin_at(version)
+        if version and self.settings.run_dir is not None:
+            copies, servers = self.context.copies, range(servers_of(self.plan).server)
+            # The servers' next copies are of updates that this worker has a part in.
+            checkpoint = open_copy(copies, version, servers) if copies is not None and (
+                copies.newest(servers) == version) else open_checkpoint(
+                    self.settings.run_dir / CHECKPOINTS / f"step-{version}")
+            if self.schedule is not None:
+                for name, then in checkpoint.document["schedule"].items():
+                    for _ in range(then.get("last_epoch", 0)):
+                        self._step_schedule(self.schedule.of(name), self.stepper.optimizer.members[name])
+            for name in followed(self.job.followers, self.stepper.local_parameters):
+                checkpoint.read_into(f"parameters/{name}", self.stepper.local_parameters[name].data)
+
+    def _take_step(self, order: dict[str, Any]) -> dict[str, Any]:
+        """A step of the job's own."""
+        step, observer = order["step"], self.settings.observer
+        self.context.step = step + 1
+        window, batches = self._samples(step, order["part"])
+        if observer is not None:
+            observer.samples(step, batches)
+            observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
+        self._note_weights()
+        result = self.stepper.step(window, batches, step=step, beat=self.context.beat)
+        self._check_weights()
+        self._check_unserved()
+        loss, = result.losses
+        if observer is not None:
+            observer.weights(step, _Weights(self.stepper), loss)  # type: ignore[arg-type]
+        self.control.send_message({"told": order["lease"], "loss": loss, "count": 1.0, "is_mean": True,
+                                   "digest": sum(batch.digest for batch in batches)})
+        return {"finished": order["lease"], "version": step, "unused": []}
+
+    def _tell_loss(self, order: dict[str, Any], batches: list[MicroBatch], tallies: list[Tally]) -> None:
+        loss = float(sum(float(tally.total) for tally in tallies))
+        count = float(sum(float(tally.count) for tally in tallies))
+        # Whether anything counts is known of all parts together.
+        check_loss(loss, max(count, 1.0), tallies, order["step"])
+        self.control.send_message({"told": order["lease"], "loss": loss, "count": count,
+                                   "is_mean": all(tally.is_mean for tally in tallies),
+                                   "digest": sum(batch.digest for batch in batches)})
+
+    def _samples(self, step: int, part: int) -> tuple[Window, list[MicroBatch]]:
+        """A part of a step's samples; with staleness nobody knows which comes next."""
+        job, follows = self.job, servers_of(self.plan).staleness == 0
+        if self.windows is None or not follows:
+            end = job.total_steps if follows else step + 1
+            assert end is not None
+            self.windows = training_feed(job, order=self.order, steps=range(step, end),
+                                         part=DataShard(self.settings.shares, part, self.plan.num_microbatches),
+                                         loader_workers=self.settings.loader_workers if follows else 0)
+        return next(self.windows)
+
+    def _evaluate(self, order: dict[str, Any]) -> dict[str, Any]:
+        if self.served is None:
+            self._fetch(order)
+            self.arrivals.settle()
+            self._follow_schedule(self.turns.steps(order["version"]))
+        part = DataShard((1,) * order["of"], order["part"], self.plan.num_microbatches)
+        sums, refused = self._sums_over(self.job.validation, part)
+        return {"sums": order["evaluate"], "names": list(sums), "values": [row.tolist() for row in sums.values()],
+                "refused": [] if refused is None else [str(refused)]}
+
+    def _sums_over(self, data: Any, part: DataShard) -> tuple[dict[str, torch.Tensor], JobError | None]:
+        """Sum and count of the loss and of every other figure of an evaluation, over a part of the data, and why a
+        metric is refused, if one is."""
+        stepper, job = self.stepper, self.job
+        if job.models:
+            return step_sums(stepper.model, stepper.parts, job, data, part=part, mesh=stepper.mesh,
+                             device=self.context.device, beat=self.context.beat), None
+        sums, refused = evaluation_sums(stepper.model, stepper.layout, job, data, part=part, mesh=stepper.mesh,
+                                        device=self.context.device, beat=self.context.beat)
+        return dict(zip(["loss", *job.metrics], sums, strict=True)), refused
+
+    def _measured(self) -> list[str]:
+        """Names of what a job's `validate` gives of a first batch, so that what is wrong with it is known before the
+        first step; of other jobs it is known which they are, and what is wrong with metrics is looked for."""
+        data = self.job.validation
+        if data is None or is_stream(data) or self.settings.is_trial:
+            return []
+        if not self.job.models:
+            if self.job.metrics:
+                refuse_before_training(self.stepper.model, self.stepper.layout, self.job, part=self.stepper.part,
+                                       mesh=self.stepper.mesh, device=self.context.device)
+            return []
+        first = Subset(data, range(min(len(data), self.job.batch)))
+        return list(self._sums_over(first, self.stepper.part)[0])
+
+    def _unserved(self) -> dict[str, torch.Tensor]:
+        """What nothing may change of a model, by name: buffers and frozen parameters, but those that follow others."""
+        model = self.stepper.model
+        unserved = {**dict(model.named_buffers()), **{name: p for name, p in model.named_parameters()
+                                                      if not p.requires_grad}}
+        moving = followed(self.job.followers, unserved)
+        return {name: tensor for name, tensor in unserved.items() if name not in moving}
+
+    def _check_unserved(self) -> None:
+        """Refuse a model whose forward changes what servers don't keep, in whatever step it first does; tell of other
+        attributes once."""
+        now = self._unserved()
+        changed = [name for name, (seen, version) in self.unserved.items() if name not in now or (
+            now[name]._version != version or seen.is_changed() if now[name] is seen.tensor
+            else not torch.equal(seen.value, now[name]))]
+        if changed := changed or self.stepper.attributes.changed_tensors():
+            raise JobError(f"training changes '{changed[0]}', and servers keep trained parameters alone",
+                           hint=WITHOUT_STATISTICS)
+        if not self.has_looked_at_attributes and (attributes := [*self.stepper.attributes.changed(),
+                                                                 *self.stepper.job_state.changed()]):
+            logger.warning("training changes the attribute '%s', which servers don't save: a resumed run begins with "
+                           "its first value", attributes[0])
+        self.has_looked_at_attributes = True
+
+    def _figures(self) -> dict[str, Any]:
+        return {"peak_memory_bytes": self.memory.bytes(), "core_wait_s": self.core_wait.seconds,
+                "waited_for_step_s": self.waited_for_step_s, "waited_for_weights_s": self.arrivals.waited_s,
+                "pushed_bytes": sum(link.connection.sent_bytes for link in self.links),
+                "pulled_bytes": sum(link.connection.received_bytes for link in self.links)}
+
+
+class _Elsewhere:
+    """What a worker has of a step's complete gradient: nothing. Its samples are those of its part."""
+
+    def __init__(self, replica: int) -> None:
+        self.replica = replica
+        self.local_parameters: dict[str, torch.nn.Parameter] = {}
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.layout = _Nothing()
+
+
+class _Weights:
+    """What a worker has of a step's update: weights. Optimizer, schedule and buffers are the servers'."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.replica, self.layout = stepper.replica, stepper.layout
+        self.local_parameters, self.parameters = stepper.local_parameters, stepper.parameters
+
+
+class _Nothing:
+    owned: frozenset[str] = frozenset()
+    owned_buffers: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.extents: dict[str, Extent] = {}

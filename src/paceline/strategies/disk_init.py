@@ -1,0 +1,240 @@
+"""Builds a whole model without memory for all of it, for a rank that will hold a part of it.
+
+Only a model's own program knows its initial weights, and each may depend on all that came before. Every rank therefore
+runs the whole program, but large tensors lie in nameless files that are mapped into memory. The system keeps what it
+has room for, and this process lets go of their pages as it goes. A rank then copies out what it holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.serialization import config
+
+from paceline.launch.process.malloc import trim_heap
+
+LEAST_BYTES = 64 * 1024  # of a storage that is worth a file
+RESIDENT_BYTES = 32 * 1024**2  # of storages that are used before their pages are let go of
+
+# <sys/mman.h> of Linux. The first may only be given for our own mappings: those are shared with their files, so that
+# nothing is lost. The second loses nothing of any mapping.
+_MADV_DONTNEED, _MADV_PAGEOUT = 4, 21
+_IN_MEMORY = ("tmpfs", "ramfs")  # file systems
+_EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.empty_like, torch.ops.aten.new_empty,
+          torch.ops.aten.new_empty_strided)
+
+
+class CannotSpill(Exception):
+    """This machine has no place for tensors but memory; the message says why."""
+
+
+class Spill:
+    """Tensors in files without a name, in a folder on a disk. Nothing is left when the last of them is gone.
+
+    resident_bytes: how much of them is let into memory before it is let go of; an operator that takes more gets it.
+
+    Raises:
+        CannotSpill: no disk for temporary files, or a system that doesn't tell which pages can go.
+    """
+
+    def __init__(self, *, resident_bytes: int = RESIDENT_BYTES) -> None:
+        self.folder, self.resident_bytes = _folder_on_disk(), resident_bytes
+        self._prefix = str(self.folder / f"paceline-{os.getpid()}-")
+        self._madvise = ctypes.CDLL(None).madvise
+        self._used: dict[int, tuple[int, torch.UntypedStorage | None]] = {}  # by address: bytes, the storage if ours
+        self._used_bytes = 0
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """While this is entered, the large CPU tensors that this thread makes go to files.
+
+        Weights that are read from a file are mapped and not copied, by torch's own switch for that.
+        """
+        before, config.load.mmap = config.load.mmap, True
+        try:
+            with _Watch(self, moves=True):
+                yield
+        finally:
+            config.load.mmap = before
+            self._let_go()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While this is entered, what operators use of the files doesn't stay in memory."""
+        try:
+            with _Watch(self, moves=False):
+                yield
+        finally:
+            self._let_go()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return _is_plain(tensor) and self._owns(tensor.untyped_storage())
+
+    def bring_in(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move tensors from files into memory, in place. Those that share elements go on sharing them."""
+        by_storage: dict[int, dict[int, torch.Tensor]] = {}
+        for tensor in tensors:
+            if self.holds(tensor):
+                by_storage.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+        for sharing in by_storage.values():
+            members = list(sharing.values())
+            storage = members[0].untyped_storage()
+            if sum(tensor.nbytes for tensor in members) < storage.nbytes():  # the rest belongs to another rank
+                for tensor in members:
+                    tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+                continue
+            copied = storage.clone()
+            for tensor in members:
+                tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
+                    copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def in_memory_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of large tensors that are in no file: what was not made by torch's operators on this thread."""
+        mapped = _mapped_files()
+        storage_bytes = {storage.data_ptr(): storage.nbytes() for storage in _storages(list(tensors))
+                         if storage.nbytes() >= LEAST_BYTES and not self._owns(storage)}
+        return sum(count for start, count in storage_bytes.items() if not any(a <= start < b for a, b in mapped))
+
+    def _make(self, num_bytes: int) -> torch.UntypedStorage:
+        descriptor, path = tempfile.mkstemp(dir=self.folder, prefix=Path(self._prefix).name)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)  # a full disk is an error here, and a killing signal later
+            return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(path, True, num_bytes))
+        finally:
+            os.close(descriptor)
+            Path(path).unlink()
+
+    def _owns(self, storage: torch.UntypedStorage) -> bool:
+        return (storage.filename or "").startswith(self._prefix)
+
+    def _move(self, operator: Any, result: Any, inputs: Iterable[torch.UntypedStorage]) -> None:
+        """Give fresh results a storage in a file, before anyone else has seen them."""
+        if any(returned.alias_info is not None for returned in operator._schema.returns):
+            return
+        known = {storage._cdata for storage in inputs}
+        moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        for tensor in filter(_is_plain, pytree.tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < LEAST_BYTES or storage._cdata in known or self._owns(storage):
+                continue
+            if storage._cdata not in moved:
+                moved[storage._cdata] = storage, self._make(storage.nbytes())
+                ctypes.memmove(moved[storage._cdata][1].data_ptr(), storage.data_ptr(), storage.nbytes())
+            tensor.set_(moved[storage._cdata][1], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _note(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        for storage in storages:
+            address, num_bytes = storage.data_ptr(), storage.nbytes()
+            if num_bytes >= LEAST_BYTES and address and address not in self._used:
+                # Held until its pages are let go of, so that the address stays its own.
+                self._used[address] = num_bytes, storage if self._owns(storage) else None
+                self._used_bytes += num_bytes
+        if self._used_bytes > self.resident_bytes:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop the pages of storages that were used, from this process; files keep what is in them."""
+        others = [(start, start + count) for start, (count, owner) in self._used.items() if owner is None]
+        for start, (num_bytes, owner) in self._used.items():
+            if owner is not None:
+                self._advise(start, start + num_bytes, _MADV_DONTNEED)
+        if others:
+            for first, last in _mapped_files():
+                for start, stop in others:
+                    if first < stop and start < last:
+                        self._advise(max(first, start), min(last, stop), _MADV_PAGEOUT)
+        self._used.clear()
+        self._used_bytes = 0
+        trim_heap()
+
+    def _advise(self, start: int, stop: int, advice: int) -> None:
+        """Best effort: where it is refused, pages stay."""
+        start = -(-start // _PAGE_BYTES) * _PAGE_BYTES
+        if stop > start:
+            self._madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+class _Watch(TorchDispatchMode):
+    """Tells a spill of every operator. moves: whether what operators make goes to files."""
+
+    def __init__(self, spill: Spill, *, moves: bool) -> None:
+        super().__init__()
+        self.spill, self.moves = spill, moves
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.moves and func.overloadpacket in _EMPTY and (empty := self._empty(func, args, kwargs)) is not None:
+            return empty
+        result = func(*args, **kwargs)
+        inputs = _storages((args, kwargs))
+        if self.moves:
+            self.spill._move(func, result, inputs)
+        self.spill._note([*inputs, *_storages(result)])
+        return result
+
+
+    def _empty(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """A large tensor without values, in a file from the start; None if it is small or no plain CPU tensor."""
+        like = args[0] if isinstance(args[0], torch.Tensor) else torch.empty(0, device="cpu")
+        device, layout = kwargs.get("device") or like.device, kwargs.get("layout") or like.layout
+        if torch.device(device).type != "cpu" or layout is not torch.strided:
+            return None
+        shape = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": None})
+        if (num_bytes := shape.untyped_storage().nbytes()) < LEAST_BYTES:
+            return None
+        empty = torch.empty(0, dtype=shape.dtype)
+        return empty.set_(self.spill._make(num_bytes), 0, shape.shape, shape.stride())
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor with memory of its own kind: no subclass, not sparse, on the CPU."""
+    return (type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+            and value.device.type == "cpu" and not value.is_quantized)
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in pytree.tree_leaves(values) if _is_plain(leaf)]
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Where private mappings of files lie in this process's memory."""
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, mode, _, _, inode = line.split()[:5]
+        if inode != "0" and mode.endswith("p"):
+            start, _, stop = place.partition("-")
+            ranges.append((int(start, 16), int(stop, 16)))
+    return ranges
+
+
+def _folder_on_disk() -> Path:
+    """The folder for temporary files, or another one if that is in memory."""
+    if not sys.platform.startswith("linux"):
+        raise CannotSpill(f"{sys.platform} doesn't let go of mapped pages")
+    folders = [Path(tempfile.gettempdir()), Path("/var/tmp")]
+    for folder in folders:
+        if folder.is_dir() and os.access(folder, os.W_OK) and _file_system(folder) not in _IN_MEMORY:
+            return folder
+    raise CannotSpill(f"{' and '.join(str(folder) for folder in folders)} are in memory or can't be written to; TMPDIR "
+                      "names another folder")
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    mounted = [(Path(mount[1].encode().decode("unicode_escape")), mount[2]) for mount in mounts]
+    return max(((len(mount_point.parts), kind) for mount_point, kind in mounted
+                if folder.resolve().is_relative_to(mount_point)), default=(0, ""))[1]

@@ -1,0 +1,91 @@
+"""Layers split on paper: what one rank of a tensor axis would run and send, found on fake tensors and without ranks.
+
+Pieces are cut by the same rules as in a run (`run.py`). A run also finds pieces whose split computes something else
+than the whole; this is not seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.model.cost.profile import Exchange
+from paceline.model.graph import Capture, Piece
+from paceline.strategies.tensor.exchange import Exchanges
+from paceline.strategies.tensor.piece import SplitPiece
+from paceline.strategies.tensor.program import Program
+from paceline.strategies.tensor.run import TensorSplit, derive, why_whole
+
+
+class PaperMesh(DeviceMesh):
+    """Of one dim, whose first rank this process stands for. It has no group."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__("cpu", torch.arange(ranks), mesh_dim_names=("tensor",), _init_backend=False, _rank=0)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        return None
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        return 0
+
+
+class Counted(Exchanges):
+    """Notes what would be sent, in order, and sends nothing."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.sent: list[Exchange] = []
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self.sent.append(Exchange("all_reduce", _num_bytes(x)))
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        self.sent.append(Exchange("all_gather", _num_bytes(whole)))
+
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        self.sent.append(Exchange("reduce_scatter", _num_bytes(whole)))
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """A rank sends as much as if this were the whole of what is gathered."""
+        self.sent.append(Exchange("all_gather", _num_bytes(sent)))
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def split_on_paper(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+                   inputs: Mapping[str, torch.Tensor], ranks: int, **options: Any) -> TensorSplit:
+    """How a run would split the model over so many ranks; all tensors are fake. options: see `derive`."""
+    return derive(capture, tensors, buffers, inputs, PaperMesh(ranks), tried=_recorded, **options)
+
+
+def _recorded(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.Tensor], inputs: list[torch.Tensor],
+              trained: list[bool]) -> tuple[list[torch.Tensor], str | None]:
+    """See `Tried`: a piece that can be recorded can be split."""
+    with torch.no_grad():
+        outputs = list(run.piece.run(*weights, *buffers, *inputs))
+    leaves = [t.detach().requires_grad_(t.is_floating_point() and wanted)
+              for t, wanted in zip((*weights, *inputs), (*[True] * len(weights), *trained), strict=True)]
+    reason = None
+    try:
+        with torch.enable_grad():
+            for _ in range(2):  # a weight may be cut after something took it whole
+                run.recorded([*leaves[:len(weights)], *buffers, *leaves[len(weights):]])
+    except Exception as error:
+        reason = why_whole(error)
+    cuts = any(name in run.cuts for name in run.piece.parameters)
+    return outputs, reason if reason is not None or cuts else ""
+
+
+def program_of(piece: Piece, split: TensorSplit, tensors: list[torch.Tensor]) -> tuple[Program, Counted]:
+    """What a rank runs of a piece that is split, for such tensors, and the notes of what it sends when it runs."""
+    assert split.mesh is not None
+    exchanges = Counted(split.mesh)
+    run = SplitPiece(piece, split.mesh, dict(split.cuts), sequence=piece.key in split.sequence, exchanges=exchanges)
+    with torch.enable_grad():
+        return run.recorded(tensors), exchanges

@@ -1,0 +1,112 @@
+"""Python state of a model that training changes, kept in checkpoints: counters, temperatures, plain tensors."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
+from paceline.model.attributes import AttributeSnapshot, is_like_a_buffer, plain_attributes
+
+PREFIX, _VALUES = "attributes/", "attributes/.values/"
+_NUMBERS = (type(None), bool, int, float, str)
+_NO_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+
+
+class ChangingAttributes:
+    """Notes what a model's modules keep in plain attributes, and what objects in their attributes keep in theirs.
+
+    Of such an object (a meter, a schedule) its numbers and text are noted, and nothing that lies deeper.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._before = model, AttributeSnapshot(model)
+        self._numbers = {name: getattr(holder, attribute) for name, holder, attribute in numbers_of_objects(model)}
+        self._not_the_models: frozenset[str] = frozenset()
+
+    def disregard_new(self) -> None:
+        """What was added since this was made is not the model's own: rooms of a plan mark its modules."""
+        self._not_the_models = frozenset(self.changed()) - self._before.values.keys() - self._numbers.keys()
+
+    def changed(self) -> dict[str, Any]:
+        """What holds something else now than when this was made, by name."""
+        plain = {name: value for name, _, _, value in plain_attributes(self._model)}
+        numbers = {name: getattr(holder, attribute) for name, holder, attribute in numbers_of_objects(self._model)}
+        changed = {name: plain[name] for name in self._before.changed()} | {
+            name: value for name, value in numbers.items()
+            if name not in self._numbers or value != self._numbers[name]}
+        return {name: value for name, value in changed.items() if name not in self._not_the_models}
+
+    def places(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Where everything lies that may change: the dict of a module's or an object's attributes, and the key."""
+        for name, module, attribute, _ in plain_attributes(self._model):
+            if name not in self._not_the_models:
+                yield vars(module), attribute
+        for name, holder, attribute in numbers_of_objects(self._model):
+            if name not in self._not_the_models:
+                yield vars(holder), attribute
+
+    def changed_tensors(self) -> list[str]:
+        """Names of tensors that were there when this was made and hold other values now, in the same shape."""
+        return [name for name, value in self.changed().items()
+                if is_like_a_buffer(self._before.values.get(name), value)]
+
+    def stored(self, place: int, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What has changed, as tensors for a checkpoint.
+
+        place: of this rank among those that run other modules. buffers: that this rank answers for, by name. Plans that
+        split a model make buffers of some tensors in attributes; elsewhere they are attributes again.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        were_attributes = {name: buffer for name, buffer in buffers.items() if name in self._before.values}
+        values = {name: pack(value, f"{PREFIX}{name}", tensors)
+                  for name, value in (self.changed() | were_attributes).items()}
+        return tensors | ({f"{_VALUES}{place}": text_tensor(values)} if values else {})
+
+
+def restore_attributes(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's attributes into a model, in place where others may refer to them.
+
+    Raises:
+        CheckpointError: the model has no such module.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def read(name: str, like: Any) -> torch.Tensor:
+        return checkpoint.read(name).to(like.device if isinstance(like, torch.Tensor) else device)
+
+    for text in [name for name in checkpoint.tensors if name.startswith(_VALUES)]:
+        for name, packed in from_text_tensor(checkpoint.read(text)).items():
+            path, _, attribute = name.rpartition(".")
+            holder = _holder(model, path)
+            if holder is None:
+                raise CheckpointError(f"{checkpoint.path} has the attribute '{name}', and this model has no '{path}'",
+                                      hint="the checkpoint is of another model; resume with the job that wrote it")
+            setattr(holder, attribute, unpack(packed, read, getattr(holder, attribute, None)))
+
+
+def _holder(model: nn.Module, path: str) -> Any:
+    """The module of a path, or an object in an attribute of a module."""
+    modules = dict(model.named_modules())
+    if path in modules:
+        return modules[path]
+    parent, _, attribute = path.rpartition(".")
+    return vars(modules[parent]).get(attribute) if parent in modules else None
+
+
+def numbers_of_objects(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Names, objects and attributes."""
+    of_torch = set(nn.Module().__dict__)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in of_torch or isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
+                continue
+            for attribute, item in vars(value).items():
+                if type(item) in _NUMBERS:
+                    yield ".".join(filter(None, (path, name, attribute))), value, attribute

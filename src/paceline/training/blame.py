@@ -1,0 +1,84 @@
+"""Which samples a job's own code failed on: a note on the error, which the rank's report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from paceline.base.errors import PacelineError
+from paceline.job import Job
+from paceline.job.batches import in_short
+from paceline.job.order import Order, Window
+from paceline.model.tensors import tensors_in
+from paceline.training.feed import DataShard, MicroBatch, example_batch, is_stream, map_tensors
+
+_PAIRS = ("A sample that is no pair is its own target: let the data set, or collate=, give (input, target), for "
+          "example ({'x': x}, y) or (x, y)")
+
+
+@contextmanager
+def blaming(job: Job, part: DataShard, window: Window, batches: list[MicroBatch],
+            latest: Callable[[], int]) -> Iterator[None]:
+    """Note on an error of the job's own code the samples of the micro-batch that was computed.
+
+    latest: The micro-batch whose forward began last.
+    """
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        names = sample_names(job, part, window, latest())
+        if len(names) == batches[latest()].samples:
+            error.add_note(f"in micro-batch {latest() + 1} of {len(batches)} of this rank, of the samples "
+                           f"{in_short(names)} of the data")
+        raise
+
+
+def sample_names(job: Job, part: DataShard, window: Window, microbatch: int) -> list[int]:
+    """The indices of a micro-batch's samples, of a stream their places in it; empty if they are not known."""
+    with suppress(Exception):  # an error is on its way, and that one counts
+        positions = [window.start + offset for offset in part.cuts(window.count)[microbatch]]
+        return positions if is_stream(job.data) else Order.of(job).indices(window.epoch, positions)
+    return []
+
+
+def note_columns(error: TypeError, job: Job) -> None:
+    """Note on an error of a call how a sample that is a mapping reaches the model."""
+    if any(words in str(error) for words in ("keyword argument", "required positional argument")):
+        with suppress(Exception):  # as above
+            columns = example_batch(job, 1).input
+            if isinstance(columns, Mapping):
+                error.add_note(f"the input is a {type(columns).__name__}, and the model is called with its items "
+                               f"{', '.join(map(str, columns))} as keyword arguments. {_PAIRS}")
+
+
+def note_sample(error: Exception, criterion: Callable[[Any, Any], Any], output: Any, target: Any,
+                names: Sequence[int]) -> None:
+    """Note on an error of a loss the first sample that it fails on by itself. On the CPU: a GPU whose kernel failed
+    computes nothing more.
+
+    names: of the samples along dim 0.
+    """
+    if isinstance(target, Mapping):
+        error.add_note(f"the target is a {type(target).__name__} of {', '.join(map(str, target))}. {_PAIRS}")
+    outputs, targets, samples = list(tensors_in(output)), list(tensors_in(target)), len(names)
+    if not (outputs and targets) or not all(tensor.device.type == "cpu" and tensor.ndim and len(tensor) == samples
+                                            for tensor in (*outputs, *targets)):
+        return
+    for place in range(samples):
+        def sample(tensor: torch.Tensor, place: int = place) -> torch.Tensor:
+            return tensor[place:place + 1]
+
+        try:
+            with torch.no_grad():
+                criterion(map_tensors(sample, output), map_tensors(sample, target))
+        except Exception as alone:
+            if type(alone) is type(error):
+                shown = f": its target is {target[place].item()}" if (
+                    isinstance(target, torch.Tensor) and target[place].numel() == 1) else ""
+                error.add_note(f"the loss fails on sample {names[place]} of the data by itself{shown}")
+                return

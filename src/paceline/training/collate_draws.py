@@ -1,0 +1,46 @@
+"""Random numbers that a job's collate draws: for a sample the same under every plan, however the window is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.job.batches import Collate
+from paceline.job.order import Window
+from paceline.model.randomness import is_switched_off
+from paceline.training.own_step.step_draws import WindowDraws
+
+
+class CollateDraws:
+    """Keys what collate functions draw by torch's operators; those that draw nothing run as they are.
+
+    Args:
+        seed: Of the job.
+        is_needed: Whether draws are keyed from the first batch on; by default from the first that is seen to draw. Its
+            samples are to be read and collated once more then. Where draws are switched off, nothing is keyed.
+    """
+
+    def __init__(self, seed: int, *, is_needed: bool = False) -> None:
+        self.seed, self.is_needed = seed, is_needed
+
+    def keyed(self, collate: Collate | None, cut: range, window: Window) -> Collate | None:
+        """The collate function for these samples of a window, given as places in it; one of the window stands in for
+        none."""
+        if collate is None:
+            return None
+
+        def keyed(items: list[Any]) -> Any:
+            if is_switched_off():
+                return collate(items)
+            if not self.is_needed:
+                before = torch.get_rng_state()
+                batch = collate(items)
+                self.is_needed = not torch.equal(before, torch.get_rng_state())
+                return batch
+            with WindowDraws(rows=max(len(cut), 1), first=cut.start if len(cut) else 0, count=window.count,
+                             key=(self.seed, "collate", window.epoch, window.start), device=torch.device("cpu"),
+                             is_step=False):
+                return collate(items)
+
+        return keyed

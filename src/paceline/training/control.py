@@ -1,0 +1,142 @@
+"""A rank's side of a run's callbacks: rank 0 tells and asks whoever controls the run, and all ranks learn the answer.
+
+Nothing here is in a collective: ranks that wait for a callback wait at the store, each by its own word.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from paceline.base.waiting import waiting
+from paceline.launch.process.context import RankContext
+from paceline.launch.process.heartbeats import signs_of_life
+
+Answer = dict[str, Any]  # `Requests`, as a mapping; "callbacks": their state, where it was asked for
+_TELL_EVERY_S = 0.05
+
+
+
+
+class Controlling(Protocol):
+    """What controls a run; `callbacks.controller.RunController`. hooks: methods that its callbacks have."""
+
+    @property
+    def hooks(self) -> frozenset[str]: ...
+    def on_report(self) -> Answer | None: ...
+    def on_question(self, event: Mapping[str, Any], exchange: Callable[[dict[str, Any]], Any]) -> Answer: ...
+    def tell_slow(self, after_s: float) -> None: ...
+
+
+class RunControl:
+    """One rank's part in a controlled run.
+
+    do: what a rank does for an order; collective where it needs to be.
+    meanwhile: called now and then while this rank waits for callbacks, from a thread where they run in this process.
+    """
+
+    def __init__(self, context: RankContext, controller: Controlling, do: Callable[[dict[str, Any]], Any],
+                 meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.context, self.controller, self.do, self.meanwhile = context, controller, do, meanwhile
+        self._num_words, self._told_s = 0, 0.0
+        self._pending: Answer = {}
+
+    def has(self, hook: str) -> bool:
+        return hook in self.controller.hooks
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether rank 0 was asked for something while ranks go on. Others never know."""
+        if self.context.rank == 0 and self.context.line is not None:
+            while (message := self.context.line.hear(0)) is not None:
+                self._add(message.value)
+        return bool(self._pending)
+
+    def tell(self) -> None:
+        """A step is in metrics.jsonl. Rank 0 says so now and then, and never waits."""
+        if self.context.rank:
+            return
+        line = self.context.line
+        if line is None:
+            self._add(self.controller.on_report())
+        elif (now_s := time.monotonic()) - self._told_s > _TELL_EVERY_S and line.is_writable:
+            self._told_s = now_s
+            line.report(None)
+
+    def ask(self, event: Mapping[str, Any]) -> Answer:
+        """Wait until callbacks have heard of an event, and do what they ask for meanwhile. All ranks call this at the
+        same points, and learn the same."""
+        if self.context.rank:
+            while "do" in (word := self._hear()):
+                self.do(word)
+            return word
+        answer = self._ask_controller(event)
+        states = answer.pop("callbacks", None)
+        self._add(answer)
+        answer, self._pending = self._pending, {}
+        self._say(answer)
+        return answer | {"callbacks": states}
+
+    def take(self) -> Answer:
+        """What was asked for while ranks went on. All ranks call this after the same step."""
+        if self.context.rank:
+            return self._hear()
+        answer, self._pending = self._pending, {}
+        self._say(answer)
+        return answer
+
+    def _add(self, answer: Answer | None) -> None:
+        for name, value in (answer or {}).items():
+            if value:
+                self._pending[name] = self._pending.get(name) or value
+
+    def _ask_controller(self, event: Mapping[str, Any]) -> Answer:
+        """On rank 0, which does what it is ordered to before the answer comes."""
+        line = self.context.line
+        if line is None:
+            timeout_s = self.context.timeout_s
+            with (waiting, signs_of_life(self._give_sign, every_s=self._sign_every_s),
+                  signs_of_life(partial(self.controller.tell_slow, timeout_s), every_s=timeout_s)):
+                return self.controller.on_question(event, self._obey)
+        line.question(dict(event))
+        while True:
+            with waiting:
+                while (message := line.hear(self._sign_every_s)) is None:
+                    self._give_sign()
+            if message.kind == "order":
+                self._add(message.value)
+            elif "do" in message.value:
+                line.question(self._obey(message.value))
+            else:
+                return dict(message.value)
+
+    @property
+    def _sign_every_s(self) -> float:
+        return self.context.timeout_s / 8
+
+    def _give_sign(self) -> None:
+        """A callback may take its time."""
+        self.context.beat("callback")
+        self.meanwhile()
+
+    def _obey(self, order: dict[str, Any]) -> Any:
+        self._say(order)
+        return self.do(order)
+
+    # --- Rank 0's word to the others --------------------------------------------------------------------------------
+
+    def _key(self) -> str:
+        self._num_words += 1
+        return f"control/{self.context.attempt}/{self._num_words}"
+
+    def _say(self, word: dict[str, Any]) -> None:
+        if self.context.world_size > 1:
+            assert self.context.store is not None
+            self.context.store.set(self._key(), json.dumps(word))
+
+    def _hear(self) -> dict[str, Any]:
+        word: dict[str, Any] = json.loads(self.context.hear(self._key(), "callback"))
+        return word

@@ -1,0 +1,110 @@
+"""What rank 0 shows: a live line on a terminal, else plain lines.
+
+A plain line tells of the first step, of the last, and between them after 1 s, 2 s more, 4 s more and so on, at last
+every 30 s.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.base.logs import Tee, logger
+
+FIRST_PLAIN_S, PLAIN_EVERY_S, LIVE_EVERY_S = 1.0, 30.0, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is known after a step."""
+
+    step: int
+    total_steps: int | None
+    epoch: int
+    loss: float
+    samples_per_s: float
+    step_s: float
+    memory_bytes: int
+    predicted_step_s: float | None
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.total_steps is None else (self.total_steps - self.step) * self.step_s
+
+    def __str__(self) -> str:
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        predicted = f" (predicted {_seconds(self.predicted_step_s)})" if self.predicted_step_s else ""
+        left = f", {_duration(self.left_s)} left" if self.left_s is not None else ""
+        return (f"step {self.step}{total}  epoch {self.epoch + 1}  loss {self.loss:.4f}  "
+                f"{self.samples_per_s:,.0f} samples/s  {_seconds(self.step_s)}/step{predicted}  "
+                f"{self.memory_bytes / 2**20:,.0f} MiB{left}")
+
+
+def _seconds(value_s: float) -> str:
+    return f"{value_s:.2f} s" if value_s >= 1 else f"{value_s * 1e3:.1f} ms"
+
+
+def _duration(value_s: float) -> str:
+    minutes, seconds = divmod(round(value_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+class Display:
+    """Shows progress on rank 0; silent on the others."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self.shown = shown
+        self.live: Any = None
+        self.last_s = -math.inf
+        self.pause_s = FIRST_PLAIN_S / 2
+        if shown and isinstance(sys.stderr, Tee) and sys.stderr.isatty():
+            self._go_live(sys.stderr)
+
+    def _go_live(self, output: Tee) -> None:
+        from rich.console import Console
+        from rich.file_proxy import FileProxy
+        from rich.live import Live
+
+        self.output, self.terminal = output, output.terminal
+        console = Console(file=self.terminal)
+        self.live = Live("", console=console, refresh_per_second=8, transient=True, redirect_stdout=False,
+                         redirect_stderr=False)
+        self.live.start()
+        output.terminal = FileProxy(console, self.terminal)  # what else is printed stands above the line
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether lines are shown, and none of them is live."""
+        return self.shown and self.live is None
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.shown:
+            logger.info(text)
+
+    def due(self) -> bool:
+        """Whether `update` would show something now: the plain form is quiet most of the time."""
+        now_s = time.monotonic()
+        if not self.shown or now_s - self.last_s < (LIVE_EVERY_S if self.live else self.pause_s):
+            return False
+        self.last_s, self.pause_s = now_s, min(2 * self.pause_s, PLAIN_EVERY_S)
+        return True
+
+    def update(self, progress: Progress) -> None:
+        if self.live:
+            from rich.text import Text
+
+            self.live.update(Text(str(progress), no_wrap=True, overflow="ellipsis"))
+        else:
+            logger.info(str(progress))
+
+    def close(self) -> None:
+        if self.live:
+            self.output.flush()
+            self.output.terminal = self.terminal
+            self.live.stop()
+            self.live = None

@@ -1,0 +1,45 @@
+"""What runs a plan on a rank: the usual loop, or the loop that a strategy of the plan brings."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from paceline.job import Job
+from paceline.launch.process.context import RankContext
+from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
+from paceline.strategies.plan import Plan
+from paceline.strategies.registry import active
+from paceline.training.determinism import repeatable
+from paceline.training.loop import Settings
+
+_LOOP = "paceline.training.loop"
+
+
+def fault_policy(plan: Plan) -> FaultPolicy:
+    """What the ranks of a plan are to each other."""
+    for strategy in active(plan):
+        if strategy.fault_policy:
+            module, _, name = strategy.fault_policy.partition(":")
+            policy: FaultPolicy = getattr(importlib.import_module(module), name)(plan)
+            return policy
+    return ALL_NEEDED
+
+
+def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> Any:
+    """Train on this rank. Returns the summary, on rank 0 at least; see `loop.train_rank`.
+
+    Raises:
+        NotDeterministic: the plan says deterministic=yes, and the job uses an operator that has no deterministic form.
+    """
+    from paceline.training.blame import note_columns
+    from paceline.training.products import float32_products
+
+    trainer = next((strategy.trainer for strategy in active(plan) if strategy.trainer), _LOOP)
+    train = importlib.import_module(trainer).train_rank
+    with repeatable(plan), float32_products(job, context):
+        try:
+            return train(context, job, plan, settings)
+        except TypeError as error:
+            note_columns(error, job)
+            raise

@@ -1,0 +1,366 @@
+"""From the order of data to micro-batches on the device, with or without loader workers.
+
+A rank fetches only its own samples. Random augmentation inside the data set draws from a stream keyed by the
+sample's place in the epoch, so a sample looks the same on any number of ranks and after a resume.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import count, islice
+from multiprocessing.util import get_temp_dir
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+from paceline.base.errors import JobError, PacelineError, TrainingError, in_words
+from paceline.base.fork import die_with
+from paceline.base.inherited import close_connections, closed_connections
+from paceline.base.streams import key_to_seed, seed_sample, seed_streams
+from paceline.base.user_code import user_frames
+from paceline.job import Job
+from paceline.job.arrays import Arrays
+from paceline.job.batches import Collate, as_pair, collated
+from paceline.job.loaders import Loading, Opened
+from paceline.job.order import Order, Window, digest, split
+from paceline.job.phases import value_at
+from paceline.launch.process.failure import traced_cause
+from paceline.training.collate_draws import CollateDraws
+from paceline.training.upload import uploaded
+
+_LONGEST_TEMPORARY = 70  # bytes of a temporary folder in which multiprocessing can name a socket
+_EVALUATION = -1  # the epoch of an evaluation's windows: its samples come once
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples of one forward and backward.
+
+    samples: How many count. 0 marks a stand-in: the window's first sample with weight zero, which a rank runs
+        when it has none of its own, so that every rank enters every collective.
+    digest: Of those that count; see `order.digest`.
+    """
+
+    input: Any
+    target: Any
+    samples: int
+    digest: int = 0
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> MicroBatch:
+        """On the device; floating-point tensors as `dtype` if one is given."""
+        move = lambda tensor: uploaded(  # noqa: E731
+            tensor, device, dtype if dtype and tensor.is_floating_point() else None)
+        return self.mapped(move)
+
+    def mapped(self, function: Any) -> MicroBatch:
+        """With every tensor replaced. A target that is the input itself stays that."""
+        made = map_tensors(function, self.input)
+        target = made if self.target is self.input else map_tensors(function, self.target)
+        return MicroBatch(made, target, self.samples, self.digest)
+
+    def call(self, model: Any) -> Any:
+        """The model's output: a tuple or list input is passed as *args, a mapping as **kwargs."""
+        args, kwargs = self.arguments()
+        try:
+            return model(*args, **kwargs)
+        except TypeError as error:
+            if len(args) > 1 and "positional argument" in str(error):
+                error.add_note(f"the input is a {type(self.input).__name__} of {len(args)}, which is passed as "
+                               f"{len(args)} arguments; one that is a sequence itself goes into a tuple: (images,)")
+            raise
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with."""
+        if isinstance(self.input, Mapping):
+            return (), dict(self.input)
+        return tuple(self.input) if isinstance(self.input, tuple | list) else (self.input,), {}
+
+
+def map_tensors(function: Any, value: Any) -> Any:
+    """The value with every tensor in its tuples, lists, mappings and dataclasses replaced."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        twin: Any = {} if type(value) is dict else copy.copy(value)  # a model's output may be more than its items
+        for key, item in value.items():
+            twin[key] = map_tensors(function, item)
+        return twin
+    if isinstance(value, PackedSequence):  # its lengths stay on the CPU
+        return value._replace(data=function(value.data), **{
+            name: function(places) for name in ("sorted_indices", "unsorted_indices")
+            if (places := getattr(value, name)) is not None})
+    if isinstance(value, tuple | list):
+        mapped = [map_tensors(function, item) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(twin, field.name, map_tensors(function, getattr(value, field.name)))
+        return twin
+    if hasattr(value, "apply") and hasattr(value, "to") and not isinstance(value, torch.nn.Module):
+        return copy.copy(value).apply(function)  # a batch of graphs (torch_geometric)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class DataShard:
+    """Which part of every window this rank takes: replica `index` of `len(shares)`, in `num_microbatches` cuts."""
+
+    shares: Sequence[int]
+    index: int
+    num_microbatches: int
+
+    def cuts(self, count: int) -> list[range]:
+        """This rank's micro-batches as offsets into a window of `count` samples; some may be empty."""
+        of_rank = split(count, self.shares)[self.index]
+        return [range(of_rank.start + cut.start, of_rank.start + cut.stop)
+                for cut in split(len(of_rank), [1] * self.num_microbatches)]
+
+
+def training_feed(job: Job, *, order: Order | None, part: DataShard, steps: range,
+                  loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
+    """The windows of these optimizer steps with this rank's micro-batches, on the CPU.
+
+    order: None for a stream of unknown length: every rank reads the whole stream and keeps its part of each
+        window, so that ranks can't disagree on where it ends; a resumed run reads up to its place again.
+    """
+    if order is None:
+        if loader_workers:
+            raise JobError("an iterable data set is read by each rank itself; loader workers would read it again",
+                           hint="--loader-workers 0, or a data set with __len__ and __getitem__")
+        return _stream_feed(job, part=part, steps=steps)
+    return _indexed_feed(job, order=order, part=part, steps=steps, loader_workers=loader_workers)
+
+
+def _indexed_feed(job: Job, *, order: Order, part: DataShard, steps: Sequence[int],
+                  loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
+    cuts = _Cuts(job, order, part, steps)
+    microbatches: Iterator[MicroBatch] = (cuts[index] for index in range(len(cuts)))
+    if loader_workers:
+        loading = replace(job.loading or Loading(), num_workers=loader_workers)
+        microbatches = map(_raised, _read_ahead(_Loaded(cuts), loading))
+    for step in steps:
+        yield order.window(step), list(islice(microbatches, part.num_microbatches))
+
+
+class _Cuts(torch.utils.data.Dataset[MicroBatch]):
+    """This rank's micro-batches of these steps as the items of a data set, so that loader workers make whole ones."""
+
+    def __init__(self, job: Job, order: Order, part: DataShard, steps: Sequence[int]) -> None:
+        # Not the job itself: loader workers that are spawned are sent this.
+        self.data, self.collate, self.order, self.part, self.steps = job.data, job.collate, order, part, steps
+        self.draws = CollateDraws(order.seed)
+
+    def __len__(self) -> int:
+        return len(self.steps) * self.part.num_microbatches
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        which_step, which_cut = divmod(index, self.part.num_microbatches)
+        window = self.order.window(self.steps[which_step])
+        cut = self.part.cuts(window.count)[which_cut]
+        positions = [window.start + offset for offset in cut] or [window.start]
+        indices = self.order.indices(window.epoch, positions)
+        collate, was_keyed = value_at(self.collate, self.steps[which_step], window.epoch), self.draws.is_needed
+        pair = fetch(self.data, indices, positions, collate=self.draws.keyed(collate, cut, window),
+                     seed=key_to_seed(self.order.seed, "sample", window.epoch))
+        if self.draws.is_needed != was_keyed:
+            return self[index]
+        named = indices if self.order.drawn is None else positions  # what a sampler drew is not known to who audits
+        return MicroBatch(*pair, samples=len(cut),
+                          digest=digest(window.epoch, positions[:len(cut)], named[:len(cut)]))
+
+
+def _read_ahead(loaded: _Loaded, loading: Loading) -> DataLoader[MicroBatch | PacelineError]:
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TEMPORARY:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        get_temp_dir()  # multiprocessing keeps it, also for forks, and removes it with this process
+        tempfile.tempdir = before
+    data = loaded.cuts.data
+    return DataLoader(loaded, batch_size=None, num_workers=loading.num_workers, prefetch_factor=loading.prefetch_factor,
+                      timeout=loading.timeout_s, multiprocessing_context=loading.context,
+                      worker_init_fn=_WorkerInit(loading.init, data.dataset if isinstance(data, Opened) else data))
+
+
+@dataclass(frozen=True)
+class _WorkerInit:
+    """What a worker does first. It ends with its rank, however that happens: one that hangs would stay for ever, and
+    with it what it has of the rank, such as the lock of the run folder.
+
+    init: the job's `worker_init_fn`, which finds the job's own data set as that of its worker.
+    """
+
+    init: Callable[[int], Any] | None
+    data: Any
+
+    def __call__(self, worker: int) -> None:
+        die_with(os.getppid())
+        signal.signal(signal.SIGTERM, _leave_to_rank)
+        close_connections()
+        if self.init is not None:
+            object.__setattr__(torch.utils.data.get_worker_info(), "dataset", self.data)  # else it refuses
+            self.init(worker)
+
+
+def _leave_to_rank(number: int, frame: Any) -> None:
+    """Pass over a first SIGTERM: who asks all processes of a run to stop, as schedulers do, asks the rank too, which
+    ends its step and saves. torch would end the worker, and so the step. A second one ends it."""
+    signal.signal(number, signal.SIG_DFL)
+
+
+class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
+    """What a loader worker sends: an error as a value, as the loader would make one long text of it and its trace. Its
+    frames don't travel, so it carries what they say."""
+
+    def __init__(self, cuts: _Cuts) -> None:
+        self.cuts = cuts
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+    def __getitem__(self, index: int) -> MicroBatch | PacelineError:
+        try:
+            return self.cuts[index]
+        except PacelineError as error:
+            failure = error
+        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # which would end the worker without a word
+            failure = TrainingError(f"the job's code ended a loader worker: {in_words(error)}")
+            failure.__cause__ = error
+        failure.where, failure.trace = user_frames(failure)[0], traced_cause(failure)  # type: ignore[attr-defined]
+        return failure
+
+
+def _raised(loaded: MicroBatch | PacelineError) -> MicroBatch:
+    if isinstance(loaded, PacelineError):
+        raise loaded
+    return loaded
+
+
+def _stream_feed(job: Job, *, part: DataShard, steps: range) -> Iterator[tuple[Window, list[MicroBatch]]]:
+    windows, position, draws = _stream_windows(job), 0, CollateDraws(job.seed, is_needed=True)
+    for step in steps:
+        while position < step:  # a resumed run's place in the stream
+            if next(windows, None) is None:
+                return
+            position += 1
+        following = next(windows, None)
+        if following is None:
+            return
+        position += 1
+        window, items = following
+        collate = value_at(job.collate, step, window.epoch)
+        yield window, [
+            MicroBatch(*collated([items[offset] for offset in cut or [0]], draws.keyed(collate, cut, window),
+                                 names=[window.start + offset for offset in cut or [0]]), samples=len(cut),
+                       digest=digest(window.epoch, run := [window.start + offset for offset in cut], run))
+            for cut in part.cuts(window.count)
+        ]
+
+
+def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
+    data, seed, drop_last, epochs, step = job.data, job.seed, job.drop_last, job.epochs, 0
+    for epoch in count() if epochs is None else range(epochs):
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        seed_streams(seed, "stream", epoch, -1)
+        items, start = iter(data), 0
+        while True:
+            seed_streams(seed, "stream", epoch, start)  # the same on every rank, whatever it drew since
+            batch = value_at(job.batch, step, epoch)
+            taken = list(islice(items, batch))
+            if taken and not (drop_last and len(taken) < batch):
+                yield Window(epoch, start, len(taken)), taken
+                step += 1
+            start += len(taken)
+            if len(taken) < batch:
+                break
+        if start == 0 or (drop_last and start < batch):
+            raise JobError(f"the data stream gave {start} samples in epoch {epoch}",
+                           hint="an iterable data set must give at least one batch each time it is iterated")
+
+
+def evaluation_feed(data: Any, *, batch: int, part: DataShard, seed: int,
+                    collate: Collate | None = None) -> Iterator[MicroBatch]:
+    """Every sample of the data exactly once over all ranks, in order; each rank gets equally many micro-batches."""
+    draws = CollateDraws(seed, is_needed=True)
+    if is_stream(data):
+        seed_streams(seed, "evaluation", 0)
+        items, start = iter(data), 0
+        while taken := list(islice(items, batch)):
+            for cut in part.cuts(len(taken)):
+                used, keyed = list(cut) or [0], draws.keyed(collate, cut, Window(_EVALUATION, start, len(taken)))
+                yield MicroBatch(*collated([taken[i] for i in used], keyed, names=[start + i for i in used]),
+                                 samples=len(cut))
+            start += len(taken)
+        return
+    for first in range(0, len(data), batch):
+        window = Window(_EVALUATION, first, min(batch, len(data) - first))
+        for cut in part.cuts(window.count):
+            used = [first + offset for offset in cut] or [first]
+            pair = fetch(data, used, used, seed=key_to_seed(seed, "evaluation"),
+                         collate=draws.keyed(collate, cut, window))
+            yield MicroBatch(*pair, samples=len(cut))
+
+
+def evaluated_part(data: Any, *, batch: int, part: DataShard) -> float:
+    """A replica's fraction of the samples in `evaluation_feed`; by its share where a stream doesn't tell how many."""
+    if is_stream(data):
+        return part.shares[part.index] / sum(part.shares)
+    sizes = [min(batch, len(data) - first) for first in range(0, len(data), batch)]
+    return sum(len(cut) for size in sizes for cut in part.cuts(size)) / len(data)
+
+
+def example_batch(job: Job, samples: int, *, first: int = 0) -> MicroBatch:
+    """Samples of the training data from the first one on, and again from its beginning where it ends."""
+    data = job.data
+    if is_stream(data):
+        items = list(islice(iter(data), first + samples))
+        if not items:
+            raise JobError("the data stream gave no samples")
+        places = [i % len(items) for i in range(first, first + samples)]
+        return MicroBatch(*collated([items[i] for i in places], job.collate, names=places), samples=samples)
+    places = [i % len(data) for i in range(first, first + samples)]
+    return MicroBatch(*fetch(data, places, places, seed=0, collate=job.collate), samples=samples)
+
+
+def is_stream(data: Any) -> bool:
+    """Whether the data can only be read from its beginning."""
+    return isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def fetch(data: Any, indices: Sequence[int], positions: Sequence[int], *, seed: int,
+          collate: Collate | None = None) -> tuple[Any, Any]:
+    """(input, target) of these samples as one batch; stacked along dim 0 unless the job collates them.
+
+    Raises:
+        TrainingError: a sample can't be read, is neither (input, target) nor an input, or doesn't stack with the
+            others; or the job's collate failed.
+    """
+    while type(data) is Subset:  # what random_split makes
+        indices, data = [data.indices[index] for index in indices], data.dataset
+    if type(data) is TensorDataset and collate is None:  # no per-sample work at all: one gather a tensor
+        if len(data.tensors) > 2:
+            raise TrainingError(f"a sample is {len(data.tensors)} tensors and not (input, target)",
+                                hint="put several inputs into a tuple or a mapping: ((a, b), target)")
+        index_tensor = torch.as_tensor(indices)
+        inputs, targets = data.tensors[0][index_tensor], data.tensors[-1]
+        return inputs, targets[index_tensor] if len(data.tensors) == 2 else inputs
+    if type(data) is Arrays and data.is_in_memory and collate is None:
+        return as_pair(data.gather(indices))
+    return collated([_sample(data, index, position, seed) for index, position in zip(indices, positions, strict=True)],
+                    collate, names=indices)
+
+
+def _sample(data: Any, index: int, position: int, seed: int) -> Any:
+    seed_sample(seed, position)
+    try:
+        return data[index]
+    except Exception as error:
+        raise TrainingError(f"sample {index} of the data can't be read: {in_words(error)}",
+                            hint=closed_connections() or None) from error

@@ -1,0 +1,236 @@
+"""Reads the weights that a job begins with: each rank reads the parts that it holds and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from paceline.base.errors import CheckpointError, JobError
+from paceline.base.logs import logger, tell_once
+from paceline.checkpoint.dtypes import COMPLEX, DTYPES
+from paceline.checkpoint.pieces import Region, TensorPiece, pieces_of
+from paceline.checkpoint.read import Checkpoint, StoredPiece, TensorEntry, newest_checkpoint, open_checkpoint
+from paceline.job.pretrained import Weights
+from paceline.runs.folder import MODEL
+from paceline.strategies.layout import Extent
+from paceline.training.state import persistent_buffers, stored_names
+
+MOST_BYTES = 16 * 1024**2  # of a tensor that are read at once
+SHOWN_NAMES = 5
+_INDEX = "model.safetensors.index.json"  # of Transformers: which shard holds which tensor
+_KINDS = ("parameters/", "buffers/")
+
+
+class Source(Protocol):
+    """Named tensors that lie somewhere. shapes: of all of them."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """A part of a tensor, in its own dtype."""
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """A state dict. Tensors that are mapped from a file are read where they are used."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        return self.tensors[name].detach()[region.slices((0,) * len(region.shape))]
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """Tensors of safetensors files or of a checkpoint. keys: the checkpoint's names for them."""
+
+    checkpoint: Checkpoint
+    keys: Mapping[str, str]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self.checkpoint.tensors[key].shape for name, key in self.keys.items()}
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        return self.checkpoint.read(self.keys[name], region.offsets, region.shape)
+
+
+def source_of(init: Weights) -> Source:
+    """Where a job's initial weights are; nothing is read but names, dtypes and shapes.
+
+    Raises:
+        JobError: there is nothing of the kind.
+    """
+    origin = init.source
+    if isinstance(origin, str) or hasattr(origin, "__fspath__"):
+        return _at(Path(origin).expanduser())
+    state = origin() if callable(origin) and not isinstance(origin, Mapping) else origin
+    if not isinstance(state, Mapping):
+        raise JobError(f"init returned {type(state).__name__} and not a state dict",
+                       hint="a mapping from names to tensors, as state_dict() gives it")
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise JobError(f"init has a {type(value).__name__} for '{name}' and not a tensor",
+                           hint="give the state dict itself, not what it was saved with" if isinstance(value, Mapping)
+                           else "leave out what is no tensor")
+    return _InMemory(state)
+
+
+def _at(path: Path) -> Source:
+    if path.is_file():
+        return _of_files(path.parent, [path.name], path)
+    if not path.is_dir():
+        raise JobError(f"init: there is no file or folder '{path}'",
+                       hint="give a local path; huggingface_hub.snapshot_download(NAME) fetches a model's folder")
+    if (path / MODEL).is_file():  # of a run that ended, or of Transformers
+        return _of_files(path, [MODEL], path)
+    if (path / _INDEX).is_file():
+        shards = json.loads((path / _INDEX).read_text())["weight_map"].values()
+        return _of_files(path, sorted(set(shards)), path)
+    if (path / "COMMIT").is_file() or (path / "checkpoints").is_dir():
+        checkpoint = (open_checkpoint(path) if (path / "COMMIT").is_file()
+                      else newest_checkpoint(path, accept=lambda stored: None, warn=logger.warning))
+        if checkpoint is not None:
+            return _OnDisk(checkpoint, {key.removeprefix(kind): key for key in checkpoint.tensors for kind in _KINDS
+                                        if key.startswith(kind)})
+    raise JobError(f"init: the folder '{path}' has no weights that can be read in parts",
+                   hint=f"{MODEL}, {_INDEX} with its shards, or a run with a checkpoint; save_pretrained(FOLDER) "
+                        "writes the first")
+
+
+def _of_files(folder: Path, files: list[str], given: Path) -> Source:
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        try:
+            header = _header(folder / file)
+            in_pairs = json.loads(header.pop("__metadata__", {}).get(COMPLEX, "{}"))
+            for name, entry in header.items():
+                dtype, shape = DTYPES[in_pairs.get(name, entry["dtype"])], tuple(entry["shape"])
+                shape = shape[:-1] if name in in_pairs else shape
+                tensors[name] = TensorEntry(shape, dtype, (StoredPiece(file, name, Region((0,) * len(shape), shape)),))
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+            raise JobError(f"init: '{folder / file}' can't be read as safetensors: {type(error).__name__}: {error}",
+                           hint="for files of torch.save: init=lambda: torch.load(PATH, mmap=True, weights_only=True, "
+                                "map_location='cpu')") from error
+    return _OnDisk(Checkpoint(folder, 0, {"given": str(given)}, tensors), {name: name for name in tensors})
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("it has no header")
+        header: dict[str, Any] = json.loads(file.read(length))
+    return header
+
+
+def matched(init: Weights, shapes: Mapping[str, tuple[int, ...]], model: torch.nn.Module) -> dict[str, str]:
+    """For each parameter and buffer, by its name in a checkpoint, the source's name of what it begins with.
+
+    Where the source has several names of tied weights, the last one in the model's order counts, as when torch loads a
+    state dict.
+
+    Raises:
+        JobError: the names differ, or a shape does; the message shows which.
+    """
+    stored = stored_names(model)
+    stored_as: dict[str, str] = {}
+    for name in shapes:
+        if (renamed := init.name(name)) is not None:
+            if renamed in stored_as:
+                raise JobError(f"init: '{stored_as[renamed]}' and '{name}' both become '{renamed}'")
+            stored_as[renamed] = name
+    chosen = {key: stored_as[name] for name, key in stored.items() if name in stored_as}
+    missing = [next(name for name, key in stored.items() if key == wanted)
+               for wanted in dict.fromkeys(stored.values()) if wanted not in chosen]
+    unknown = [name for name in stored_as if name not in stored]
+    if not chosen or (init.strict and (missing or unknown)):
+        raise _other_names(missing, unknown)
+    wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}
+    wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
+    for key, name in chosen.items():
+        if shapes[name] != wanted[key]:
+            raise JobError(f"init: '{name}' has shape {shapes[name]} there and {wanted[key]} in the model",
+                           hint="leave it out with pl.weights(..., rename={...: None}, strict=False) to begin with the "
+                                "seed's values")
+    if missing or unknown:
+        tell_once(f"init: {'; '.join(_in_words(missing, unknown))}")
+    return chosen
+
+
+def _in_words(missing: list[str], unknown: list[str]) -> list[str]:
+    def shown(names: list[str]) -> str:
+        more = len(names) - SHOWN_NAMES
+        return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+    return ([f"it has nothing for {len(missing)} of the model's weights: {shown(missing)}"] if missing else []) + (
+        [f"it has {len(unknown)} that the model doesn't: {shown(unknown)}"] if unknown else [])
+
+
+def _other_names(missing: list[str], unknown: list[str]) -> JobError:
+    hint = "pl.weights(..., rename=...) changes names; strict=False loads those that both have and no others"
+    for name in missing[:SHOWN_NAMES]:
+        for other in unknown:
+            if name.endswith(f".{other}"):
+                hint = f"pl.weights(..., prefix={name.removesuffix(other)!r})"
+            elif other.endswith(f".{name}"):
+                hint = f"pl.weights(..., rename=lambda name: name.removeprefix({other.removesuffix(name)!r}))"
+            else:
+                continue
+            return JobError("init: " + "; ".join(_in_words(missing, unknown)), hint=hint)
+    return JobError("init: " + ("; ".join(_in_words(missing, unknown)) or "it has no weights"), hint=hint)
+
+
+def load_initial(init: Weights, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter],
+                 extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
+    """Put initial weights in the place of the seed's, in the model's own dtypes.
+
+    Each rank reads the parts of parameters that it holds, at most `MOST_BYTES` at a time, and all buffers.
+
+    Args:
+        model: With every parameter's name and shape. parameters: Those that this rank holds.
+        extents: Where those lie that are a part of a tensor, as plain tensors.
+
+    Raises:
+        JobError: there are none, or their names or shapes are not the model's.
+    """
+    source = source_of(init)
+    chosen = matched(init, source.shapes, model)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if key := chosen.get(f"parameters/{name}"):
+                for piece in pieces_of(name, parameter, extents.get(name)):
+                    _fill(piece, lambda region, key=key: source.read(key, region))  # type: ignore[misc]
+        for name, buffer in persistent_buffers(model).items():
+            if key := chosen.get(f"buffers/{name}"):
+                _fill(pieces_of(name, buffer)[0], lambda region, key=key: source.read(key, region))  # type: ignore[misc]
+
+
+def _fill(piece: TensorPiece, read: Callable[[Region], torch.Tensor]) -> None:
+    """In rows, so that no large tensor is there twice."""
+    whole, tensor = piece.region, piece.tensor
+    rows = max(1, MOST_BYTES * (whole.shape[0] if whole.shape else 1) // max(tensor.nbytes, 1))
+    for first in range(0, whole.shape[0], rows) if whole.shape else ():
+        count = min(rows, whole.shape[0] - first)
+        part = Region((whole.offsets[0] + first, *whole.offsets[1:]), (count, *whole.shape[1:]))
+        tensor[first:first + count].copy_(_read(read, part))
+    if not whole.shape:
+        tensor.copy_(_read(read, whole))
+
+
+def _read(read: Callable[[Region], torch.Tensor], region: Region) -> torch.Tensor:
+    try:
+        return read(region)
+    except CheckpointError as error:
+        raise JobError(f"init: {error.args[0]}") from error

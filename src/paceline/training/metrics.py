@@ -1,0 +1,170 @@
+"""Metrics over a validation set that is cut: refused if parts don't add up to them, or given all at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paceline.base.errors import JobError, OutOfMemory
+from paceline.cluster.cluster import free_memory_bytes
+from paceline.model.state_snapshot import function_kept
+from paceline.strategies.mesh import Mesh
+from paceline.training.feed import DataShard, MicroBatch, map_tensors
+from paceline.training.loss import read_tally
+
+_NEAR = 1e-3  # relative; a metric may be rounded to a few digits
+
+
+def no_mean(name: str, metric: Callable[[Any, Any], Any], output: Any, target: Any, samples: int,
+            model: nn.Module) -> JobError | None:
+    """Why a metric is refused whose parts don't come to the whole: of these samples, and of others that have their
+    values in another order, as a model that is not trained yet may answer alike for all. The metric's state is left as
+    it was.
+
+    Returns None if it is a mean over samples or (sum, count), and keeps no state from one call to the next.
+    """
+    if not all(_has_rows(leaf, samples) for leaf in pytree.tree_leaves((output, target))):
+        return None  # nobody can say which part is whose
+    found: list[tuple[float, float]] = []
+    for outputs in (output, map_tensors(_mixed, output)):
+        with suppress(Exception), function_kept(metric, model):  # it is the user's, and may refuse such outputs
+            found += _by_parts(metric, outputs, target, samples)
+    for whole, parted in found:
+        if math.isfinite(whole) and not abs(parted - whole) <= _NEAR * max(1.0, abs(whole)):
+            return JobError(
+                f"{name} is no mean over samples: {whole:.6g} of {samples} samples at once, {parted:.6g} as their "
+                "parts give it one after the other; plans cut the data differently, so it would depend on the plan",
+                hint="return (sum, count), which add up over samples, or give pl.whole(metric), which is called once "
+                     "with the outputs and targets of all samples; see docs/data.md")
+    return None
+
+
+def _by_parts(metric: Any, output: Any, target: Any, samples: int) -> Iterator[tuple[float, float]]:
+    """What it gives of all samples, and what two uneven parts come to, cut twice: one cut may by chance be even in
+    what counts."""
+    def tally(part: range) -> tuple[float, float]:
+        rows = [map_tensors(lambda tensor: tensor[part.start:part.stop].clone(), each) for each in (output, target)]
+        read = read_tally(own(*rows), samples=len(part), name="a metric")
+        return float(read.total), float(read.count)
+
+    third = max(1, samples // 3)
+    for first in sorted({third, min(samples - 1, third + 1)}):
+        own = copied(metric)
+        total, count = tally(range(samples))
+        parts = tally(range(first)), tally(range(first, samples))
+        counted = parts[0][1] + parts[1][1]
+        if count and counted:
+            yield total / count, (parts[0][0] + parts[1][0]) / counted
+
+
+def copied(metric: Any) -> Any:
+    """A copy of the metric, as nobody puts back tensors that it adds to; itself if it can't be copied."""
+    with suppress(Exception):
+        return copy.deepcopy(metric)
+    return metric
+
+
+def _mixed(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(0)).to(tensor.device)
+    return tensor.flatten()[order].view(tensor.shape)
+
+
+def _has_rows(leaf: Any, samples: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == samples
+
+
+class AllSamples:
+    """Outputs and targets of a validation set, brought together in the order of its samples."""
+
+    def __init__(self, part: DataShard, mesh: Mesh, device: torch.device) -> None:
+        self.part, self.mesh, self.device = part, mesh, device
+        self.like: Any = None
+        self.leaves: list[list[torch.Tensor]] = []
+        self.sizes: list[int] = []
+
+    def add(self, output: Any, batch: MicroBatch) -> None:
+        """The next micro-batch of this rank; a stand-in tells of shapes alone.
+
+        Raises:
+            JobError: something in it does not have the samples along dim 0.
+        """
+        rows = batch.samples or 1
+        pair = output, batch.target
+        for leaf in pytree.tree_leaves(pair):
+            if not _has_rows(leaf, rows):
+                shape = f" of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else ""
+                raise JobError("pl.whole brings outputs and targets together along dim 0, and among those of "
+                               f"{rows} samples is a {type(leaf).__name__}{shape}",
+                               hint="let the model and collate= give tensors of one row a sample")
+        taken: list[torch.Tensor] = []
+        map_tensors(lambda tensor: taken.append(tensor[:batch.samples].cpu()), pair)
+        self.like = pair
+        self.leaves.append(taken)
+        self.sizes.append(batch.samples)
+
+    def together(self) -> tuple[Any, Any]:
+        """Outputs and targets of all samples, on the CPU. Collective over the replicas.
+
+        Raises:
+            JobError: micro-batches differ in more than dim 0. OutOfMemory: they don't fit here.
+        """
+        kinds = {tuple((leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves) for leaves in self.leaves}
+        number = torch.tensor([zlib.crc32(repr(kinds).encode())])
+        if len(kinds) != 1 or not torch.equal(self._summed(number.clone()), number * self._ranks):
+            raise JobError("pl.whole brings outputs and targets together, and they differ in shape by more than their "
+                           "number of samples", hint="pad them to one length, or return (sum, count)")
+        sizes = self._in_order(self.sizes)
+        bytes_here = 2 * sum(sizes) * sum(leaf.nbytes // max(len(leaf), 1) for leaf in max(
+            self.leaves, key=lambda leaves: len(leaves[0])))
+        if bytes_here > free_memory_bytes():
+            raise OutOfMemory(f"pl.whole brings together outputs and targets of {sum(sizes)} samples, which takes "
+                              f"{bytes_here / 2**30:.1f} GiB on each rank", hint="return (sum, count), or a smaller "
+                                                                                 "validation set")
+        gathered = iter([self._gathered(leaves, sizes) for leaves in zip(*self.leaves, strict=True)])
+        pair: tuple[Any, Any] = map_tensors(lambda tensor: next(gathered), self.like)
+        return pair
+
+    @property
+    def _ranks(self) -> int:
+        return len(self.mesh.replicas)
+
+    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._ranks == 1:
+            return tensor
+        moved = tensor.to(self.device)
+        dist.all_reduce(moved, group=self.mesh.group("replicas"))
+        return moved.cpu()
+
+    def _places(self) -> list[int]:
+        """Of this rank's micro-batches among all: each window is cut over replicas, and then into micro-batches."""
+        cuts, replicas = self.part.num_microbatches, len(self.part.shares)
+        return [number // cuts * cuts * replicas + self.part.index * cuts + number % cuts
+                for number in range(len(self.sizes))]
+
+    def _in_order(self, sizes: list[int]) -> list[int]:
+        """Samples of all micro-batches."""
+        every = torch.zeros(len(sizes) * self._ranks, dtype=torch.int64)
+        every[self._places()] = torch.tensor(sizes)
+        return list(map(int, self._summed(every).tolist()))
+
+    def _gathered(self, parts: tuple[torch.Tensor, ...], sizes: list[int]) -> torch.Tensor:
+        """Rows of all ranks: each is from one rank, and zero on the others."""
+        starts = [sum(sizes[:place]) for place in self._places()]
+        like = parts[0].to(torch.uint8) if parts[0].dtype == torch.bool else parts[0]
+        every = like.new_zeros(sum(sizes), *like.shape[1:])
+        for start, rows in zip(starts, parts, strict=True):
+            every[start:start + len(rows)] = rows
+        real = torch.view_as_real(every) if every.is_complex() else every
+        summed = self._summed(real)
+        return (torch.view_as_complex(summed) if every.is_complex() else summed).to(parts[0].dtype)

@@ -1,0 +1,258 @@
+"""A job with several models, seen as one job for each: every model is prepared by itself, as a job's only one is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.base.errors import JobError
+from paceline.cluster.cluster import Device
+from paceline.job import Job
+from paceline.job.named_models import NamedModels, build_named_model
+from paceline.job.named_optimizers import NamedOptimizers
+from paceline.job.own_step import init_of, spec
+from paceline.model.tensors import tensors_in
+from paceline.strategies.compose import Synchroniser, prepare
+from paceline.strategies.layout import Extent, Layout, Report
+from paceline.strategies.mesh import Mesh
+from paceline.strategies.plan import Plan
+from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.training.attributes import ChangingAttributes
+from paceline.training.feed import map_tensors
+from paceline.training.freezing import freeze_throughout
+from paceline.training.initial import load_initial
+from paceline.training.own_step.recorded import Recorded, recorded_apart, refuse_to_split
+from paceline.training.prepare import Prepared, prepare_job
+
+TRIED_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """One model of several on this rank, or a follower.
+
+    synchronisers: of its gradients. prefix: of its parameters' names among those of all models.
+    """
+
+    name: str
+    layout: Layout
+    synchronisers: Sequence[Synchroniser]
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.name}."
+
+
+class NamedLayouts:
+    """What this rank runs of several models; see `Layout`. They are run one by one, by name."""
+
+    has_output = True
+
+    def __init__(self, layouts: Mapping[str, Layout], models: NamedModels) -> None:
+        self.layouts = dict(layouts)
+        self.module: nn.Module = NamedModels({name: layout.module for name, layout in layouts.items()},
+                                             models.followers)
+        self.owned = frozenset(f"{name}.{key}" for name, layout in layouts.items() for key in layout.owned)
+        self.owned_buffers = frozenset(
+            f"{name}.{key}" for name, layout in layouts.items() for key in layout.owned_buffers)
+        self.extents: dict[str, Extent] = {
+            f"{name}.{key}": extent for name, layout in layouts.items() for key, extent in layout.extents.items()}
+        lines = tuple(f"{name}: {line}" for name, layout in layouts.items() for line in layout.report.lines)
+        documents = {name: dict(layout.report.document) for name, layout in layouts.items() if layout.report.document}
+        self.report = Report(lines, documents)
+
+    @property
+    def meets_in_forward(self) -> bool:
+        return any(layout.meets_in_forward for layout in self.layouts.values())
+
+    def let_go(self) -> None:
+        """Each layout has."""
+
+    def run(self, batches: Any, work: Any) -> None:
+        raise AssertionError("models by name are run one by one")
+
+    def forward(self, batch: Any) -> Any:
+        raise AssertionError("models by name are run one by one")
+
+    def finish(self) -> None:
+        for layout in self.layouts.values():
+            layout.finish()
+
+
+class _OfPart:
+    """A synchroniser under the names that parameters have among those of all models."""
+
+    def __init__(self, synchroniser: Synchroniser, prefix: str) -> None:
+        self.inner, self.prefix = synchroniser, prefix
+
+    def begin(self, *, last: bool) -> None:
+        self.inner.begin(last=last)
+
+    def unused(self) -> set[str]:
+        return {self.prefix + name for name in self.inner.unused()}
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.inner.sent_bytes
+
+    def kept(self) -> Iterator[StateTensor]:
+        for kept in self.inner.kept():
+            yield replace(kept, name=_stored_name(kept.name, self.prefix),
+                          like=self.prefix + kept.like if kept.like else "")
+
+    def restore(self, saved: SavedState) -> list[str]:
+        return self.inner.restore(_SavedOfPart(saved, self.prefix))
+
+    def end_evaluation(self) -> None:
+        end = getattr(self.inner, "end_evaluation", None)
+        if end is not None:
+            end()
+
+    def hold(self) -> None:
+        """The next loss may go back through the model before the step's own backward."""
+        hold = getattr(self.inner, "hold", None)
+        if hold is not None:
+            hold()
+
+    def collect(self, *, on: bool) -> None:
+        """Whether the next forwards and backwards are for this model's gradients."""
+        collect = getattr(self.inner, "collect", None)
+        if collect is not None:
+            collect(on=on)
+
+
+def _stored_name(name: str, prefix: str) -> str:
+    """What a room keeps of a parameter, as KIND/NAME or KIND/REPLICA/NAME, with the model's name before the
+    parameter's."""
+    kind, slash, parameter = name.rpartition("/")
+    return f"{kind}{slash}{prefix}{parameter}"
+
+
+class _SavedOfPart:
+    """What a checkpoint has of the rooms of one model; see `SavedState`."""
+
+    def __init__(self, saved: SavedState, prefix: str) -> None:
+        self.saved, self.prefix = saved, prefix
+
+    def __contains__(self, name: object) -> bool:
+        return _stored_name(str(name), self.prefix) in self.saved
+
+    def replicas(self, kind: str) -> int:
+        return self.saved.replicas(kind)
+
+    def read(self, name: str, like: str = "") -> torch.Tensor:
+        return self.saved.read(_stored_name(name, self.prefix), self.prefix + like if like else "")
+
+
+class _OnlyModel:
+    """Builds one of a job's models, or a follower."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self.job, self.name = job, name
+
+    def needs_training(self, model: nn.Module) -> bool:
+        """Whether a model without trainable parameters is a mistake: not a follower, nor one that has buffers alone."""
+        return self.name not in self.job.followers and any(True for _ in model.parameters())
+
+    def __call__(self) -> nn.Module:
+        model = build_named_model(self.name, self.job.models, self.job.followers, self.job.seed)
+        could_be_trained = any(p.requires_grad for p in model.parameters())
+        freeze_throughout(self.job, model, prefix=f"{self.name}.")
+        if could_be_trained and not any(p.requires_grad for p in model.parameters()):
+            raise JobError(f"freeze leaves nothing of '{self.name}' to train in the whole run",
+                           hint=f'a model that is not trained is a follower: followers={{"{self.name}": '
+                                "pl.frozen(build)}, without its optimizer")
+        return model
+
+
+class _Trial:
+    """What a step of the job does; it is tried when the first asks."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    @cached_property
+    def recorded_step(self) -> Recorded:
+        return recorded_apart(self.job, TRIED_SAMPLES)
+
+
+class _Inputs:
+    """What a step calls a model with, for any number of samples: all of it where it is not of samples."""
+
+    def __init__(self, trial: _Trial, name: str) -> None:
+        self.trial, self.name = trial, name
+
+    def __call__(self, places: Sequence[int]) -> tuple[Any, torch.Tensor]:
+        recorded_step = self.trial.recorded_step
+        rows = torch.tensor(places)
+        model_inputs = recorded_step.inputs[self.name]
+        if self.name in recorded_step.uncut:
+            return model_inputs, rows
+        return map_tensors(lambda tensor: tensor[rows % len(tensor)], model_inputs), rows
+
+
+def job_of(job: Job, name: str, trial: _Trial) -> Job:
+    """A job with this model alone, for whatever looks at one model: its loss is of every output."""
+    def build(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        full_names = [(f"{name}.{key}", p) for key, p in named]
+        if name in job.followers:
+            return torch.optim.SGD(p for _, p in full_names)
+        return NamedOptimizers.of({key: spec(each) for key, each in job.optimizers.items()}, full_names, job.models,
+                                  of_all=False)
+
+    return Job(model=_OnlyModel(job, name), data=range(TRIED_SAMPLES), collate=_Inputs(trial, name),
+               loss=_of_every_output, optimizer=build, batch=job.batch, steps=1, precision=job.precision, seed=job.seed)
+
+
+def _of_every_output(output: Any, target: Any) -> torch.Tensor:
+    means = [tensor.mean() for tensor in tensors_in(output) if tensor.is_floating_point()]
+    return sum(means[1:], means[0])
+
+
+def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
+                   devices: Sequence[Device] = ()) -> tuple[Prepared, dict[str, ModelPart]]:
+    """Build the job's models and followers and let this rank hold its part of each. Collective."""
+    trial = _Trial(job)
+    if plan.splits_model:
+        refuse_to_split(job, plan, in_losses=trial.recorded_step.in_losses, bare=trial.recorded_step.bare)
+    each = {name: prepare_job(job_of(job, name, trial), plan=plan, mesh=mesh, device=device, devices=devices,
+                              models="one")
+            for name in (*job.models, *job.followers)}
+    models = NamedModels({name: prepared.model for name, prepared in each.items()}, job.followers)
+    parts = {name: ModelPart(name, prepared.layout, [_OfPart(s, f"{name}.") for s in prepared.synchronisers])
+             for name, prepared in each.items()}
+    layouts = NamedLayouts({name: part.layout for name, part in parts.items()}, models)
+    together = Prepared(
+        models, layouts, [*(synchroniser for part in parts.values() for synchroniser in part.synchronisers),
+                          *prepare(layouts.module, plan=plan, mesh=mesh, models="all")],
+        ChangingAttributes(models), any(prepared.forwards_may_write for prepared in each.values()))
+    return together, parts
+
+
+def load_models(job: Job, models: nn.Module, parameters: Mapping[str, nn.Parameter],
+                extents: Mapping[str, Extent]) -> None:
+    """Put the weights that the job gives for some models in the place of the seed's, also in what follows them.
+
+    parameters: Those that this rank holds, of all models. extents: As for `load_initial`.
+
+    Raises:
+        JobError: there are none for a model, or their names or shapes are not its own.
+    """
+    for name in (*job.models, *job.followers):
+        init, prefix = init_of(job, name), f"{name}."
+        if init is None:
+            continue
+        of_model = {key.removeprefix(prefix): p for key, p in parameters.items() if key.startswith(prefix)}
+        try:
+            load_initial(init, models.get_submodule(name), of_model,
+                         {key: extents[prefix + key] for key in of_model if prefix + key in extents})
+        except JobError as error:
+            raise JobError(f"'{name}': {error.args[0]}", hint=error.hint) from error

@@ -1,0 +1,196 @@
+"""What a step of one's own calls each model with: the step tried on a few samples, without training anything."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.base.errors import JobError, PacelineError, PlanRefused, TrainingError, in_words, nearest
+from paceline.base.fork import in_a_fork
+from paceline.base.streams import kept_streams
+from paceline.base.user_code import user_frames
+from paceline.base.wire import decode, encode
+from paceline.job import Job
+from paceline.job.named_models import NamedModels
+from paceline.strategies.plan import Plan
+from paceline.training.feed import MicroBatch, example_batch, map_tensors
+from paceline.training.own_step.step_batch import StepBatch
+from paceline.training.own_step.step_draws import MakesOn
+
+_TRIED_STEPS = (*range(10), 99, 999)  # and the last one, where the job's step depends on its number
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a step was seen to do.
+
+    inputs: of the first call of each model and follower, with samples along dim 0 if some call has them.
+    in_losses: models and followers that a loss runs. bare: models without parameters. uncut: models and followers whose
+    inputs are not of samples (`cut=False`).
+    """
+
+    inputs: dict[str, Any]
+    in_losses: set[str]
+    bare: set[str]
+    uncut: set[str]
+
+
+def recorded_apart(job: Job, samples: int) -> Recorded:
+    """As `recorded`, in a fork that ends: what the step changes of the job's own objects is not changed here.
+
+    Raises:
+        JobError: a model's input holds something else than tensors, numbers and text, too.
+    """
+    def told() -> str:
+        seen = recorded(job, samples)
+        try:
+            return base64.b64encode(encode([seen.inputs, *map(list, (seen.in_losses, seen.bare, seen.uncut))])).decode()
+        except TypeError as error:
+            raise JobError(f"the step was tried in a process of its own, and of what it runs a model with {error}",
+                           hint="ctx.run and ctx.backward of tensors, numbers and text") from error
+
+    inputs, *names = decode(base64.b64decode(in_a_fork(told)))
+    return Recorded(inputs, *map(set, names))
+
+
+def recorded(job: Job, samples: int) -> Recorded:
+    """What a step does with so many samples, or with a whole batch where it can't with so many; on the CPU.
+
+    Raises:
+        JobError: a step never calls one of the models.
+        TrainingError: the step failed.
+    """
+    try:
+        return _tried(job, samples)
+    except TrainingError:
+        if samples == job.batch or not isinstance(job.batch, int):
+            raise
+        return _tried(job, job.batch)  # something of the step has the size of a whole batch
+
+
+def _tried(job: Job, samples: int) -> Recorded:
+    assert job.own_step is not None
+    dtype = torch.float64 if job.precision == "float64" else None
+    with kept_streams():
+        models = NamedModels.of(job.models, job.followers, job.seed)
+        batch = example_batch(job, samples).to(torch.device("cpu"), dtype)
+        recorder = _Recorder(models.to(dtype) if dtype else models, StepBatch([batch]), job.precision)
+        for step in _TRIED_STEPS if job.total_steps is None else sorted(
+                {step for step in _TRIED_STEPS if step < job.total_steps} | {job.total_steps - 1}):
+            recorder.number = step
+            _take(job, recorder)
+            if not recorder.asks_for_step:  # all steps are alike
+                break
+    for name, follower in job.followers.items():  # a follower that is only kept runs as its source does
+        if isinstance(follower.source, str) and follower.source in recorder.inputs:
+            recorder.inputs.setdefault(name, recorder.inputs[follower.source])
+            recorder.uncut |= {name} if follower.source in recorder.uncut else set()
+    if never := [name for name in models.names if name not in recorder.inputs]:
+        raise JobError(f"the step never runs '{never[0]}'", hint="leave the model out, or run it")
+    bare = {name for name in job.models if next(models.get_submodule(name).parameters(), None) is None}
+    return Recorded(recorder.inputs, recorder.in_losses, bare, recorder.uncut)
+
+
+def _take(job: Job, recorder: _Recorder) -> None:
+    assert job.own_step is not None
+    try:
+        with recorder.makes_on:
+            job.own_step(recorder, recorder.batch)
+    except PacelineError:
+        raise
+    except Exception as error:
+        where, _ = user_frames(error)
+        raise TrainingError(f"the job's step was tried on {len(recorder.batch)} samples, to see what it runs, and "
+                            f"failed{f' at {where}' if where else ''}: {in_words(error)}") from error
+
+
+def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Iterable[str]) -> None:
+    """
+    Args:
+        plan: Splits models over ranks. in_losses, bare: See `Recorded`.
+
+    Raises:
+        PlanRefused: a loss runs a model, or one has no parameters, and the plan splits each by itself.
+    """
+    for name in sorted(bare):
+        raise PlanRefused(f"'{name}' has no parameters, and under '{plan}' each model is split over ranks by itself",
+                          hint="data=N and shard=N plans run such a step")
+    for name in sorted(in_losses):
+        if name in job.models or plan.has_schedule:
+            raise PlanRefused(
+                f"a loss runs '{name}', and under '{plan}' each model is split over ranks by itself: a loss can't go "
+                "through a second split model, nor through one twice, as one over all samples does",
+                hint="data=N and shard=N plans run such a step. What needs no gradient can be run before: "
+                     f"y = ctx.run('{name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
+                     "backwards of their own, whose gradients add up")
+
+
+class _Recorder:
+    """A step's context in which models run and nothing is trained; see `StepContext`.
+
+    number: of the step. asks_for_step: whether the job's step looked at it.
+    """
+
+    def __init__(self, models: NamedModels, batch: StepBatch, precision: str) -> None:
+        self.models, self.batch, self.inputs, self.uncut = models, batch, dict[str, Any](), set[str]()
+        self.makes_on = MakesOn(torch.device("cpu"), precision)
+        self.in_losses, self.is_in_loss, self.is_over_all = set[str](), False, False
+        self.number, self.asks_for_step = 0, False
+
+    @property
+    def step(self) -> int:
+        self.asks_for_step = True
+        return self.number
+
+    @property
+    def places(self) -> torch.Tensor:
+        return torch.arange(len(self.batch))
+
+    def alike(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gather(self, value: Any) -> Any:
+        """All samples are here."""
+        return _without_graph(value.input if isinstance(value, StepBatch) else value)
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
+        if model not in self.models.names:
+            raise JobError(f"the step runs no model of the job, '{model}': {nearest(model, self.models.names)}")
+        if self.is_over_all:
+            raise TrainingError(f"a loss over all samples (gather=True) runs '{model}'",
+                                hint="run it before, y = ctx.run(...) and ctx.backward(..., loss, y, gather=True), or "
+                                     "in the forward of the model that is trained")
+        if self.is_in_loss:
+            self.in_losses.add(model)
+        whole = inputs.input if isinstance(inputs, StepBatch) else inputs
+        if model not in self.inputs or (cut and model in self.uncut):
+            self.inputs[model] = _without_graph(whole)
+            self.uncut = self.uncut - {model} if cut else self.uncut | {model}
+        with self.makes_on.paused():
+            return MicroBatch(whole, None, len(self.batch)).call(self.models.get_submodule(model))
+
+    def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any,
+                 gather: bool = False) -> None:
+        name, *others = (model,) if isinstance(model, str) else model
+        if gather and others:
+            raise TrainingError(f"ctx.backward({(name, *others)}, ..., gather=True): a loss over all samples trains "
+                                "one model",
+                                hint="build what it trains as one module, whose forward returns all outputs")
+        output = self.run(name, inputs)
+        if gather:
+            self.in_losses.add(name)  # runs twice
+        self.is_in_loss, self.is_over_all = True, gather
+        loss(output, self.batch, *(each.input if isinstance(each, StepBatch) else each for each in more))
+        self.is_in_loss = self.is_over_all = False
+
+    def update(self, optimizer: str) -> None:
+        """Nothing is trained."""
+
+
+def _without_graph(value: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.detach().clone(), value)

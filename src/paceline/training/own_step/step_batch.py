@@ -1,0 +1,149 @@
+"""What a step of one's own is given: this rank's samples, and how they are cut into micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from paceline.base.errors import TrainingError
+from paceline.model.tensors import tensors_in
+from paceline.training.feed import MicroBatch, map_tensors
+
+
+class StepBatch:
+    """Samples of a step: all of them on one device, a part elsewhere. `x, y = batch` gives input and target.
+
+    pieces: the micro-batches that it consists of. Where none of them has samples it is the stand-in that they hold, of
+    one sample that counts nothing.
+    """
+
+    def __init__(self, pieces: Sequence[MicroBatch]) -> None:
+        self.pieces = pieces
+        self._real = [piece for piece in pieces if piece.samples] or list(pieces[:1])
+
+    @cached_property
+    def input(self) -> Any:
+        """Of all samples, stacked along dim 0."""
+        return joined([piece.input for piece in self._real], self.rows)
+
+    @cached_property
+    def target(self) -> Any:
+        """Of all samples, stacked along dim 0."""
+        if all(piece.target is piece.input for piece in self._real):
+            return self.input
+        return joined([piece.target for piece in self._real], self.rows)
+
+    def __len__(self) -> int:
+        """Rows of its tensors."""
+        return sum(self.rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.input, self.target))
+
+    @property
+    def rows(self) -> list[int]:
+        """Of each micro-batch that is in its tensors."""
+        return [max(piece.samples, 1) for piece in self._real]
+
+    def cut(self, value: Any, description: str) -> list[Any]:
+        """Of each micro-batch, its rows of tensors that have all of them along dim 0; what it has itself of the batch.
+
+        Raises:
+            TrainingError: a tensor has other samples; description: what it is.
+        """
+        if isinstance(value, StepBatch):
+            return [piece.input for piece in value.pieces]
+        starts = [sum(self.rows[:number]) for number in range(len(self.rows))]
+        real = iter([(start, start + rows) for start, rows in zip(starts, self.rows, strict=True)])
+        places = [next(real) if piece.samples else (0, 1) for piece in self.pieces]
+        return [self._part_of(value, start, end, description) for start, end in places]
+
+    def _part_of(self, value: Any, start: int, end: int, description: str) -> Any:
+        if is_list_of_samples(value, len(self)):
+            return value[start:end]
+        if isinstance(value, Mapping):
+            return {key: self._part_of(item, start, end, description) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._part_of(item, start, end, description) for item in value)
+        return map_tensors(lambda t: self._rows_of(t, start, end, description), value)
+
+    def _rows_of(self, tensor: torch.Tensor, start: int, end: int, description: str) -> torch.Tensor:
+        if tensor.ndim and len(tensor) != len(self):
+            raise TrainingError(f"{description} has a tensor of shape {tuple(tensor.shape)}, and the batch has "
+                                f"{len(self)} samples along dim 0",
+                                hint="close over what belongs to no sample in the loss; ctx.run(..., cut=False) runs a "
+                                     "model on inputs that are not cut")
+        return tensor[start:end] if tensor.ndim else tensor
+
+
+class GatheredBatch(StepBatch):
+    """The batch of all samples of a step, wherever they are. Input and target are gathered when they are asked for,
+    which every rank must do.
+
+    gather: of a value with rows of `batch`, the rows of all.
+    """
+
+    def __init__(self, batch: StepBatch, gather: Callable[[Any], Any], samples: int) -> None:
+        super().__init__([MicroBatch(None, None, samples)])
+        self._local_batch, self._gather = batch, gather
+
+    @cached_property
+    def input(self) -> Any:
+        return self._gather(self._local_batch.input)
+
+    @cached_property
+    def target(self) -> Any:
+        local = self._local_batch
+        return self.input if local.target is local.input else self._gather(local.target)
+
+
+def is_list_of_samples(value: Any, samples: int) -> bool:
+    """Whether this is a list with an item for each sample, such as the boxes of each image, and not one of tensors that
+    have all samples along dim 0."""
+    if type(value) not in (tuple, list) or len(value) != samples:
+        return False
+    tensors = list(tensors_in(value))
+    return not tensors or not all(tensor.ndim and len(tensor) == samples for tensor in tensors)
+
+
+def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Outputs, inputs or targets of micro-batches as of one batch: tensors are joined along dim 0, and lists with an
+    item for each sample end to end. rows: samples of each.
+
+    Raises:
+        TrainingError: their shapes differ beyond dim 0.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        if not first.ndim:
+            raise TrainingError("an output without a dim of samples can't be joined over micro-batches",
+                                hint="return one row a sample")
+        try:
+            return torch.cat(list(parts))
+        except RuntimeError as error:
+            raise TrainingError(f"tensors of micro-batches can't be joined: {str(error).splitlines()[0]}",
+                                hint="give ctx.run and ctx.backward the batch itself, which they run micro-batch by "
+                                     "micro-batch, or pad all samples to one length") from error
+    if isinstance(first, Mapping):
+        whole: Any = {} if type(first) is dict else copy.copy(first)  # a model's output may be more than its items
+        for key in first:
+            whole[key] = joined([part[key] for part in parts], rows)
+        return whole
+    if isinstance(first, tuple | list):
+        if [len(part) for part in parts] == list(rows) and any(map(is_list_of_samples, parts, rows)):
+            return type(first)(item for part in parts for item in part)
+        columns = [joined(column, rows) for column in zip(*parts, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if is_dataclass(first) and not isinstance(first, type):
+        whole = copy.copy(first)
+        for field in fields(first):
+            object.__setattr__(whole, field.name, joined([getattr(part, field.name) for part in parts], rows))
+        return whole
+    return first

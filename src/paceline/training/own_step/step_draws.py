@@ -1,0 +1,200 @@
+"""Random numbers that a step of one's own draws outside of models and losses, or a collate function: the same per
+sample under every plan.
+
+Each draw is keyed by the step and its number in the step. A tensor that has this rank's samples along dim 0 is drawn
+for the whole window, and the rank keeps its rows; any other is drawn alike on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.base.errors import TrainingError
+from paceline.base.streams import drawing, key_to_seed, seed_streams
+
+# What draws more or fewer numbers for one element than for another: each row has a stream of its own.
+_BY_VALUE = ("_sample_dirichlet", "_standard_gamma", "binomial", "poisson")
+
+
+class _DefaultDevice(DeviceContext):
+    """torch's own default device, but for draws from a generator, which belongs to one device.
+
+    What such a draw makes is where the generator is, as it is without a default device. Tensors that it is given are on
+    the default device if the same code made them: they, and what it returns then, get the numbers that it draws beside
+    the generator.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if generator is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in _device_constructors() and kwargs.get("device") is None and kwargs.get("out") is None:
+            return func(*args, **{**kwargs, "device": generator.device})
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if all(tensor.device == generator.device for tensor in tensors):
+            return func(*args, **kwargs)
+        moved = {id(tensor): tensor.to(generator.device) for tensor in tensors}
+        args, kwargs = tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs))
+        drawn = func(*args, **kwargs)
+        written = next((tensor for tensor in tensors if moved[id(tensor)] is drawn), None)
+        return drawn.to(tensors[0].device) if written is None else written.copy_(drawn)
+
+
+class MakesOn:
+    """While this is entered, torch.zeros(3) and the like are on the device, and float64 in a job of that precision.
+
+    What a generator draws is on the generator's device.
+    """
+
+    def __init__(self, device: torch.device, precision: str) -> None:
+        self._context = None if device.type == "cpu" else _DefaultDevice(device)
+        self._dtype, self._outside = torch.float64 if precision == "float64" else None, torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            self._context.__enter__()
+        if self._dtype is not None:
+            self._outside = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._dtype is not None:
+            torch.set_default_dtype(self._outside)
+        if self._context is not None:
+            self._context.__exit__(*error)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile they are where they are without this."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+class WindowDraws(TorchDispatchMode):
+    """While this is entered, random operators draw for the window, and what makes a tensor makes it on the device.
+
+    rows: of this rank's tensors. first: place of the first of them in the window. count: samples of the window.
+    key: of the step. precision: of the job. is_step: whether a step draws, and not a collate function. Python's and
+    NumPy's generators are seeded for a step alone: what they draw is not known to be of a sample.
+
+    Raises:
+        TrainingError: an operator is given a generator, or permutes the samples of this rank.
+    """
+
+    def __init__(self, *, rows: int, first: int, count: int, key: Sequence[int | str], device: torch.device,
+                 precision: str = "float32", is_step: bool = True) -> None:
+        super().__init__()
+        self.is_step = is_step
+        self.rows, self.first, self.count, self.key, self.number = rows, first, count, tuple(key), 0
+        self.is_alike = False
+        self.makes_on = MakesOn(device, precision)
+        if is_step:
+            seed_streams(*self.key)  # Python's and NumPy's, too
+
+    def __enter__(self) -> WindowDraws:
+        self.makes_on.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.makes_on.__exit__(*error)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile operators draw, and make tensors, as they do without this."""
+        with self.makes_on.paused(), _pop_mode_temporarily() as mode:
+            assert mode is self, "a mode that the step entered is left before a verb"
+            yield
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Meanwhile no tensor is taken for one of samples: all ranks draw the same numbers, whatever their shape."""
+        before, self.is_alike = self.is_alike, True
+        try:
+            yield
+        finally:
+            self.is_alike = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        is_cut = self.rows != self.count and not self.is_alike
+        if kwargs.get("generator") is not None:
+            if not is_cut and not self.is_step:
+                return func(*args, **kwargs)
+            raise TrainingError(f"{self._source} draws from a generator of its own ({func.overloadpacket.__name__}): "
+                                "each rank would draw other numbers, and a resumed run others again",
+                                hint="leave generator= out: what is drawn is fixed by the seed and the step, and a "
+                                     "sample gets the same numbers under every plan")
+        if func.overloadpacket.__name__ == "randperm" and is_cut and args[0] == self.rows:
+            raise TrainingError(
+                f"{self._source} draws torch.randperm({self.rows}) where it has {self.rows} of the step's {self.count} "
+                "samples: other samples would meet than on one device",
+                hint="everyone = ctx.gather(x), then everyone[torch.randperm(len(everyone))[ctx.places]]; what are no "
+                     "samples is permuted in `with ctx.alike():`" if self.is_step else
+                     "a data set can mix an item with another one that it draws; a step of one's own mixes whole "
+                     "batches, see docs/own-step.md")
+        self._seed()
+        self.number += 1
+        with drawing():
+            if func.overloadpacket.__name__ in _BY_VALUE and not self.is_alike and self._has_rows(args[0]):
+                return torch.cat([self._drawn_row(func, row, args, kwargs) for row in range(self.rows)])
+            return self._drawn(func, args, kwargs) if is_cut else func(*args, **kwargs)
+
+    @property
+    def _source(self) -> str:
+        return "the step" if self.is_step else "collate"
+
+    def _seed(self, *more: int) -> None:
+        seed = key_to_seed(*self.key, self.number, *more)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+
+    def _has_rows(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == self.rows
+
+    def _drawn_row(self, func: Any, row: int, args: Any, kwargs: Any) -> Any:
+        self._seed(self.first + row)
+        return func(*tree_map(lambda v: v[row:row + 1] if self._has_rows(v) else v, list(args)), **kwargs)
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def whole(value: Any) -> Any:
+            if self._has_rows(value):
+                full = value[:1].expand(self.count, *value.shape[1:]).clone()  # of a kind that can be drawn with
+                full[self.first:self.first + self.rows] = value
+                written.append((value, full))
+                return full
+            return value
+
+        def rows(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            for given, full in written:
+                if value is full:  # an operator that writes in place
+                    return given.copy_(full[self.first:self.first + self.rows])
+            return (value[self.first:self.first + self.rows].clone() if value.ndim and len(value) == self.count
+                    else value)
+
+        sized = [[self.count, *argument[1:]] if _is_size(argument) and argument[0] == self.rows else argument
+                 for argument in args]
+        drawn = func(*tree_map(whole, sized), **tree_map(whole, kwargs))
+        return tree_map(rows, drawn) if written or sized != list(args) else drawn
+
+
+def _is_size(argument: Any) -> bool:
+    return isinstance(argument, list | tuple) and len(argument) > 0 and all(type(length) is int for length in argument)

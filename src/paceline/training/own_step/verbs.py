@@ -1,0 +1,512 @@
+"""What a step of one's own does on one rank: models run, gradients of losses, updates; the same for every plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.base.errors import PlanRefused, TrainingError, nearest
+from paceline.base.streams import seed_streams
+from paceline.job.own_step import ModelNames
+from paceline.model.forward_effects import limited_by_norm
+from paceline.strategies.batch_norm.run import apart
+from paceline.strategies.compose import end_evaluation
+from paceline.strategies.layout import Whole
+from paceline.strategies.mesh import local_part
+from paceline.training.blame import blaming
+from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.loss import Tally, read_tally, with_gradient
+from paceline.training.own_step.named_parts import ModelPart
+from paceline.training.own_step.step_batch import GatheredBatch, StepBatch, joined
+from paceline.training.own_step.step_draws import WindowDraws
+from paceline.training.prepare import autocast
+from paceline.training.refusals import check_loss
+from paceline.training.scaling import power_of_two
+from paceline.training.window import WindowWork
+
+if TYPE_CHECKING:
+    from paceline.job.order import Window
+    from paceline.training.stepper import Stepper
+
+
+class Verbs:
+    """One step on one rank; see `StepContext`.
+
+    The host reads what ranks agree on once, in `end`: until then losses and counts stay on the device. A backward is
+    read by itself where what follows depends on it: a parameter that this rank holds and has not used may have been
+    used by another, and what forwards write to parameters is merged. On GPUs the second is looked for in a process's
+    first step, and later where it was found.
+
+    loss: the sum of what each backward's loss came to. users: ranks that used each parameter in some backward.
+    gradients: of the step, before clipping, summed over the updates; kept if `keeps_gradients`.
+    """
+
+    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int,
+                 beat: Callable[[str], None], *, keeps_gradients: bool, is_first: bool) -> None:
+        self.stepper, self.window, self.step, self.beat = stepper, window, step, beat
+        self.is_first = is_first
+        self.may_edit = stepper.merges_edits and (is_first or stepper.device.type == "cpu" or bool(
+            stepper.edits.names or limited_by_norm(stepper.model)))
+        dtype = torch.float64 if stepper.job.precision == "float64" else None
+        self.batch = StepBatch([batch.to(stepper.device, dtype) for batch in batches])
+        self.first = min(stepper.part.cuts(window.count)[0].start, window.count - 1)  # place of the first sample here
+        self.draws = WindowDraws(rows=len(self.batch), first=self.first, count=window.count,
+                                 key=(stepper.job.seed, "own step", step), device=stepper.device,
+                                 precision=stepper.job.precision)
+        self.number = 0  # of verbs so far: keys their random streams
+        self.in_loss = False
+        self.loss, self.agreed = 0.0, list[_Agreed]()
+        self.users: dict[str, float] = dict.fromkeys(stepper.trainable, 0.0)
+        self.trained: set[str] = set()  # models that some backward names
+        self.waiting: set[str] = set()  # parameters with gradients that no update has used
+        self.frozen = stepper.freezing.at(step, window.epoch)
+        self.let_go: set[str] = set()  # parameters without: frozen or unused ones, and those on other ranks
+        self.keeps_gradients, self.gradients = keeps_gradients, dict[str, torch.Tensor]()
+        self.has_overflowed = False  # some gradient or loss so far, under loss scaling
+
+    def take(self) -> None:
+        """The user's step. Collective as its verbs are."""
+        step = self.stepper.job.own_step
+        assert step is not None
+        with self.draws:
+            returned: Any = step(self, self.batch)
+        self._note("the end of the step")
+        if returned is not None:
+            raise TrainingError(f"the step returned {type(returned).__name__}, which nothing would record",
+                                hint="validate= returns figures, of the validation data; a step returns nothing")
+        if not self.agreed:
+            raise TrainingError("the step trains nothing: it calls no ctx.backward")
+
+    def end(self, flags: torch.Tensor) -> list[float]:
+        """What ranks agreed on in flags, read together with what each backward came to.
+
+        Raises:
+            TrainingError: a loss is not finite or counts nothing, or the step leaves gradients.
+        """
+        *_, agreed_flags = self._read([each for each in self.agreed if not each.is_read], flags)
+        if self.stepper.scaling is not None:
+            self.stepper.scaling.update(is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.step)
+        if self.waiting:
+            raise TrainingError(f"the step ends with gradients of '{min(self.waiting)}' that no update has used",
+                                hint="ctx.update(...) of its optimizer after ctx.backward(...)")
+        return agreed_flags
+
+    def _read(self, agreed: list[_Agreed], *more: torch.Tensor) -> list[list[float]]:
+        """The figures of backwards, and more of them: the host waits for the device."""
+        figures = [*(each.figures for each in agreed), *more]
+        read = iter(torch.cat(figures).tolist())
+        host_figures = [list(islice(read, len(each))) for each in figures]
+        for each, (loss, count, _, is_edited, _, *users) in zip(agreed, host_figures, strict=False):
+            each.is_read = True
+            overflows = self.stepper.scaling is not None and not math.isfinite(loss)
+            self.has_overflowed |= overflows
+            if not count and self.stepper.step_sync.has_own_steps:
+                continue  # a replica without samples of its own
+            check_loss(0.0 if overflows else loss, count, each.tallies, self.step, is_updated=True)
+            if is_edited and not self.may_edit:
+                raise TrainingError("a forward changes a parameter in place, and none did so in the first step",
+                                    hint="change it in the first step, too, or use a plan that doesn't cut the batch: "
+                                         "single, tensor=N or pipeline=N")
+            self.loss += loss / count
+            for name, number in zip(each.names, users, strict=True):
+                self.users[name] += number
+        return host_figures
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a step's context has no '{name}': it has alike, backward, gather, places, run, step and update. Models "
+            "are run by name, ctx.run('generator', x); what needs their weights, such as an inner loop of gradient "
+            "steps, belongs in a model's forward")
+
+    # --- Running -----------------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> torch.Tensor:
+        """See `StepContext`; of a replica that takes steps of its own, among its own samples."""
+        first = 0 if self.stepper.step_sync.has_own_steps else self.first
+        return torch.arange(first, first + len(self.batch), device=self.stepper.device)
+
+    def alike(self) -> AbstractContextManager[None]:
+        """See `StepContext`."""
+        return self.draws.alike()
+
+    def gather(self, value: Any) -> Any:
+        """See `StepContext`. Collective; a replica that takes steps of its own has all samples of them."""
+        if self.in_loss:
+            raise TrainingError("ctx.gather is called inside a loss, which sees a micro-batch",
+                                hint="gather in the step, and let the loss close over what it returns")
+        self._note("ctx.gather")
+        with self.draws.paused(), torch.no_grad():
+            return map_tensors(self._gathered, value.input if isinstance(value, StepBatch) else value)
+
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        if not rows.ndim or len(rows) != len(self.batch):
+            raise TrainingError(f"ctx.gather is given a tensor of shape {tuple(rows.shape)}, and the batch has "
+                                f"{len(self.batch)} samples along dim 0", hint="give it tensors with a row a sample")
+        if self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1:
+            return rows.detach().clone()
+        flags = rows.dtype is torch.bool  # have no sum
+        all_rows = torch.zeros(self.window.count, *rows.shape[1:], dtype=torch.uint8 if flags else rows.dtype,
+                               device=self.stepper.device)
+        if self.stepper.mesh.is_first_of_same_samples and any(piece.samples for piece in self.batch.pieces):
+            all_rows[self.first:self.first + len(rows)] = rows
+        summed = self.stepper.step_sync.all_reduce_figures(all_rows.flatten()).view_as(all_rows)
+        return summed.bool() if flags else summed
+
+    def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
+        """See `StepContext`. Collective where the plan's forwards are."""
+        part = self._part(model)
+        if self.in_loss:
+            with self.draws.makes_on.paused():
+                return self._run_in_loss(part, inputs, grad=grad is not False)
+        if grad:
+            raise TrainingError(f"ctx.run('{model}', grad=True) outside of a loss would have no backward",
+                                hint="run it inside the loss that ctx.backward is given, where gradients flow through")
+        if not cut and isinstance(inputs, StepBatch):
+            raise TrainingError(f"ctx.run('{model}', batch, cut=False) would run other samples on each rank",
+                                hint="give it ctx.gather(batch), or leave cut=False out")
+        self._note(f"ctx.run('{model}')")
+        with self._verb():
+            return self._run_without_gradients(part, inputs) if cut else self._run_alike(part, inputs)
+
+    def _run_alike(self, part: ModelPart, inputs: Any) -> Any:
+        """The output for inputs that all ranks have, drawn alike on each."""
+        seed_streams(self.stepper.job.seed, "step", self.step, "alike", self.number)
+        with torch.no_grad(), autocast(self.stepper.job, self.stepper.device), apart():
+            output = part.layout.forward(MicroBatch(inputs, None, self.window.count))
+        return self.stepper.shared_outputs(part, [output])[0]
+
+    def _run_without_gradients(self, part: ModelPart, inputs: Any) -> Any:
+        outputs, rows = [], []
+        has_samples = any(piece.samples for piece in self.batch.pieces)
+        for number, (piece, piece_inputs) in enumerate(zip(self.batch.pieces, self.batch.cut(
+                inputs, f"what '{part.name}' is run with"), strict=True)):
+            is_needed = piece.samples or (not has_samples and not number)
+            if not is_needed and not part.layout.meets_in_forward:
+                continue
+            seed_streams(self.stepper.job.seed, "step", self.step, self.stepper.loss_number, number, self.number)
+            with torch.no_grad(), autocast(self.stepper.job, self.stepper.device):
+                output = part.layout.forward(MicroBatch(piece_inputs, None, piece.samples))
+            if is_needed:
+                outputs.append(output)
+                rows.append(max(piece.samples, 1))
+        return joined(self.stepper.shared_outputs(part, outputs), rows)
+
+    def _run_in_loss(self, part: ModelPart, inputs: Any, *, grad: bool) -> Any:
+        model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
+        batch = MicroBatch(model_inputs, None, 1)
+        if isinstance(part.layout, Whole):
+            with nullcontext() if grad else torch.no_grad():
+                return batch.call(part.layout.module)
+        if part.name in self.stepper.job.followers and self.stepper.mesh.sizes[self.stepper.mesh.stage_axis] == 1:
+            with torch.no_grad():
+                return part.layout.forward(batch)
+        raise PlanRefused(
+            f"a loss runs '{part.name}', and this plan splits each model over ranks by itself: a loss can't go through "
+            "a second split model, nor through one twice",
+            hint="data=N and shard=N plans run such a step. What needs no gradient can be run before: "
+                 f"y = ctx.run('{part.name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
+                 "backwards of their own, whose gradients add up")
+
+    # --- Gradients ---------------------------------------------------------------------------------------------
+
+    def backward(self, model: ModelNames, inputs: Any, loss: Callable[..., Any], *more: Any,
+                 gather: bool = False) -> None:
+        """See `StepContext`. Collective."""
+        names = (model,) if isinstance(model, str) else tuple(model)
+        parts = [self._part(name) for name in names]
+        if follower := next((name for name in names if name in self.stepper.job.followers), None):
+            raise TrainingError(f"ctx.backward would train '{follower}', which is a follower",
+                                hint="followers change with their source alone; a model in models= is trained")
+        if self.in_loss:
+            raise TrainingError("ctx.backward is called inside a loss", hint="call it in the step")
+        if len(parts) > 1 and not all(isinstance(part.layout, Whole) for part in parts):
+            raise PlanRefused(f"one loss trains {' and '.join(map(repr, names))}, and this plan splits each model over "
+                              "ranks by itself", hint="a data=N or shard=N plan")
+        self._note(f"ctx.backward({', '.join(map(repr, names))})")
+        if gather:
+            loss, more = self._loss_of_rows(parts[0], inputs, loss, more)
+        batches = self._batches(names[0], inputs, more)
+        with self._verb(), self._collecting(names):
+            earlier = self._set_aside(names)
+            work = _Work(self, batches, loss, [s for part in parts for s in part.synchronisers])
+            with blaming(self.stepper.job, self.stepper.part, self.window, batches, lambda: work.latest):
+                parts[0].layout.run(work.batches, work)
+            work.drop_rows_of_stand_in()
+            self._bring_together(parts, work)
+            for name, gradient in earlier.items():
+                parameter = self.stepper.parameters[name]
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _loss_of_rows(self, part: ModelPart, inputs: Any, loss: Callable[..., Any],
+                      more: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A mean over samples whose gradients are those of a loss over all samples, and what it is given of each.
+
+        The loss is taken of outputs that are known from a forward without gradients. Its slopes at them are what the
+        rows of the model's second output, of the same random numbers, are weighted by. Collective.
+        """
+        is_alone = self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1
+        if is_alone and sum(piece.samples > 0 for piece in self.batch.pieces) == 1:
+            return loss, more
+        if not isinstance(part.layout, Whole):
+            raise PlanRefused(f"a loss over all samples runs '{part.name}' twice, and this plan splits each model over "
+                              "ranks by itself", hint="a data=N or shard=N plan")
+        output = self._run_first(part, inputs)
+        leaves: list[torch.Tensor] = []
+        with self.draws.paused():
+            everyone = map_tensors(lambda tensor: self._leaf(tensor, leaves), output)
+            samples = len(self.batch) if self.stepper.step_sync.has_own_steps else self.window.count
+            batch = GatheredBatch(self.batch, lambda value: map_tensors(self._gathered, value), samples)
+            others = [map_tensors(self._gathered, each.input if isinstance(each, StepBatch) else each) for each in more]
+            seed_streams(self.stepper.job.seed, "step", self.step, "alike", self.number)
+            with autocast(self.stepper.job, self.stepper.device), self.draws.makes_on:
+                tally = with_gradient(read_tally(loss(everyone, batch, *others), samples=samples), everyone,
+                                      backward_goes_on=True)
+            value = tally.value if tally.is_mean else tally.value / tally.count
+            slopes = torch.autograd.grad(value, leaves, allow_unused=True)
+        used = [number for number, slope in enumerate(slopes) if slope is not None]
+        rows = [(slopes[number][self.places], leaves[number].detach()[self.places]) for number in used]
+        return partial(self._weighted, part.name, used, samples, value.detach()), tuple(zip(*rows, strict=True))
+
+    def _run_first(self, part: ModelPart, inputs: Any) -> Any:
+        """The output of the forward that backward is going to take, which leaves the model as it was."""
+        assert isinstance(part.layout, Whole)
+        before = [(buffer, buffer.detach().clone()) for buffer in part.layout.module.buffers()]
+        with self._verb():
+            output = self._run_without_gradients(part, inputs)
+        self.number -= 1
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+        return output
+
+    def _leaf(self, rows: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
+        """An output of all samples, to take a gradient at."""
+        with torch.no_grad():
+            everyone = self._gathered(rows)
+        if everyone.is_floating_point():
+            if everyone.dtype is torch.float16:  # whose slopes may be too small for it
+                everyone = everyone.float()
+            leaves.append(everyone.requires_grad_())
+        return everyone
+
+    def _weighted(self, name: str, used: list[int], samples: int, value: torch.Tensor, output: Any, batch: Any,
+                  slopes: tuple[torch.Tensor, ...], known: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The outputs, weighted by their slopes, as a number that is the value of the loss."""
+        outputs: list[torch.Tensor] = []
+        map_tensors(lambda tensor: outputs.append(tensor) if tensor.is_floating_point() else None, output)
+        product = value.new_zeros(())
+        for number, slope, before in zip(used, slopes, known, strict=True):
+            if self.is_first and not _is_alike(outputs[number].detach(), before):
+                raise TrainingError(f"'{name}' gives another output when it is run again, and a loss over all samples "
+                                    "runs it twice in a step",
+                                    hint="keep what changes with a forward in buffers, and draw from torch's, NumPy's "
+                                         "or Python's own generators")
+            product = product + (outputs[number] * slope).sum() * (samples / len(slope))
+        return product - product.detach() + value
+
+    def _batches(self, name: str, inputs: Any, more: tuple[Any, ...]) -> list[MicroBatch]:
+        """Micro-batches whose target is what the loss is given beside the output."""
+        cut = self.batch.cut(inputs, f"what '{name}' is run with")
+        others = [self.batch.cut(each, "what the loss is given") for each in more]
+        return [MicroBatch(piece_inputs, (StepBatch([piece]), *(each[number] for each in others)), piece.samples)
+                for number, (piece, piece_inputs) in enumerate(zip(self.batch.pieces, cut, strict=True))]
+
+    def _of(self, names: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
+        """The trainable parameters of models that are held here."""
+        prefixes = tuple(f"{name}." for name in names)
+        return {name: p for name, p in self.stepper.parameters.items() if name.startswith(prefixes)}
+
+    def _set_aside(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Gradients of earlier losses, which the synchronisers have summed already."""
+        earlier = {}
+        for name, p in self._of(names).items():
+            if p.grad is not None and name in self.waiting:
+                earlier[name] = p.grad.clone()
+            p.grad = None
+        return earlier
+
+    def _bring_together(self, parts: list[ModelPart], work: _Work) -> None:
+        """Reduce the gradients of a loss, and divide them by what it counts. Collective."""
+        stepper, names = self.stepper, tuple(part.name for part in parts)
+        parameters, trainable = self._of(names), [n for n in stepper.trainable if n.partition(".")[0] in names]
+        unused = set().union(*(s.unused() for part in parts for s in part.synchronisers))
+        used = {name for name, p in parameters.items() if p.grad is not None and name not in unused}
+        self.beat("reduce")
+        for part in reversed(parts):
+            for synchroniser in reversed(part.synchronisers):
+                synchroniser.finish()
+            part.layout.finish()
+        edited, unknown = stepper.edits.end() if stepper.merges_edits else (False, False)
+        figures = stepper.step_sync.all_reduce_figures(
+            stepper.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable))
+        self.agreed.append(agreed := _Agreed(figures, trainable, work.tallies))
+        frozen = parameters.keys() & self.frozen
+        if stepper.step_sync.has_own_steps and not any(batch.samples for batch in work.batches):
+            used = set()  # the update changes nothing here
+            self.let_go |= parameters.keys()
+        unused_here = parameters.keys() - used - frozen
+        if self.may_edit or (unused_here and stepper.step_sync.world_size > 1):
+            (*_, is_edited, is_unknown), users = self._users_of(agreed)
+            unused_here = {name for name in unused_here if not users[name]}
+        for name in unused_here | frozen:
+            parameters[name].grad = None
+        self.waiting |= parameters.keys() - unused_here - frozen
+        self.let_go |= set(trainable) - parameters.keys() | frozen | unused_here
+        if stepper.step_sync.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
+            stepper.scale_gradients(torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), parameters)
+        if self.may_edit and is_edited:
+            stepper.edits.merge(stepper.mesh.group("replicas"), has_unknown=bool(is_unknown), step=self.step)
+        self.trained.update(names)
+
+    def _users_of(self, agreed: _Agreed) -> tuple[list[float], dict[str, float]]:
+        """A backward's figures before its parameters', and how many ranks used each of these."""
+        host_figures, = self._read([agreed])
+        count = len(agreed.names)
+        return host_figures[:-count], dict(zip(agreed.names, host_figures[-count:], strict=True))
+
+    def update(self, optimizer: str) -> None:
+        """See `StepContext`. Collective where ranks hold parts, and under loss scaling, which skips the update on all
+        ranks if a gradient overflows on one."""
+        stepper, optimizers = self.stepper, self.stepper.optimizer
+        if optimizer not in optimizers.members:
+            raise TrainingError(f"no optimizer '{optimizer}': {nearest(optimizer, optimizers.members)}")
+        names = optimizers.names[optimizer]
+        if not (self.waiting | self.let_go).intersection(names):
+            raise TrainingError(f"ctx.update('{optimizer}') finds no gradient of what it updates",
+                                hint="ctx.backward(...) of its model before")
+        self._note(f"ctx.update('{optimizer}')")
+        with self.draws.paused():
+            parameters = {name: stepper.parameters[name] for name in names if name in stepper.parameters}
+            if not self._overflow(parameters):
+                if self.keeps_gradients:
+                    self._keep(parameters)
+                self.beat("optimizer")
+                stepper.named_update(optimizer, parameters)
+            for p in parameters.values():
+                p.grad = None
+            for part in stepper.parts.values():  # what was gathered for a forward is of the weights before
+                if any(name.startswith(part.prefix) for name in names):
+                    end_evaluation(part.synchronisers)
+            if stepper.merges_edits:
+                stepper.edits.updated()
+        self.waiting.difference_update(names)
+        self.let_go.difference_update(names)
+
+    def _overflow(self, parameters: dict[str, torch.nn.Parameter]) -> bool:
+        """Divide gradients by the loss scale, and tell whether some are infinite or NaN on any rank; never without loss
+        scaling. Collective under it: the host waits for the device."""
+        stepper = self.stepper
+        if stepper.scaling is None:
+            return False
+        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
+        overflow = stepper.scaling.unscale(gradients, stepper.device).double().reshape(1)
+        overflows = bool(stepper.step_sync.all_reduce_figures(overflow))
+        self.has_overflowed |= overflows
+        return overflows
+
+    def _keep(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        for name, p in parameters.items():
+            if p.grad is not None:
+                gradient = p.grad.clone()
+                self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+
+    # --- Around a verb -----------------------------------------------------------------------------------------
+
+    def _part(self, name: str) -> ModelPart:
+        if name not in self.stepper.parts:
+            raise TrainingError(f"no model '{name}': {nearest(name, self.stepper.parts)}")
+        return self.stepper.parts[name]
+
+    def _note(self, verb: str) -> None:
+        """Leave word of a verb before its collectives: a mismatch may end the process inside of one."""
+        if self.stepper.note_verb is not None:
+            self.stepper.note_verb(self.step + 1, verb)
+
+    @contextmanager
+    def _verb(self) -> Iterator[None]:
+        """Models draw by streams of their own."""
+        self.number += 1
+        if self.stepper.merges_edits:
+            self.stepper.edits.begin()
+        with self.draws.paused():
+            yield
+
+    @contextmanager
+    def _collecting(self, names: tuple[str, ...]) -> Iterator[None]:
+        """Meanwhile only these models get gradients: others are run frozen."""
+        others = [part for part in self.stepper.parts.values()
+                  if part.name not in names and isinstance(part.layout, Whole)]
+        frozen = [p for part in others for p in part.layout.module.parameters() if p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(False)
+        for part in others:
+            for synchroniser in part.synchronisers:
+                synchroniser.collect(on=False)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for p in frozen:
+                p.requires_grad_(True)
+            for part in others:
+                for synchroniser in part.synchronisers:
+                    synchroniser.collect(on=True)  # type: ignore[attr-defined]
+
+
+def _is_alike(repeated: torch.Tensor, other: torch.Tensor) -> bool:
+    """Up to what kernels that do not repeat themselves to the bit may differ by."""
+    return bool((repeated - other).abs().amax() <= 0.02 * other.abs().amax()) if repeated.numel() else True
+
+
+@dataclass
+class _Agreed:
+    """What the ranks agreed on in one backward.
+
+    figures: the loss's sum and count, whether it is a sum, whether forwards changed a parameter and one that is not
+    known yet, and the users of each of `names`; float64, on the device. tallies: this rank's part of the loss.
+    """
+
+    figures: torch.Tensor
+    names: list[str]
+    tallies: list[Tally]
+    is_read: bool = False
+
+
+class _Work(WindowWork):
+    """The micro-batches of one backward.
+
+    expected_count: what a loss that is a sum is divided by before backward, a power of two. So its gradients are about
+    as large as a mean's where they are scaled, rounded or left out of a message.
+    """
+
+    def __init__(self, verbs: Verbs, batches: list[MicroBatch], loss: Callable[..., Any],
+                 synchronisers: list[Any]) -> None:
+        super().__init__(verbs.stepper, verbs.window, batches, verbs.step, verbs.stepper.loss_number, verbs.beat,
+                         lambda tallies: None)
+        self.verbs, self.place, self.synchronisers = verbs, (verbs.number,), synchronisers
+        self.criterion, self.given_loss = self._given_loss, loss
+        self.expected_count = power_of_two(verbs.window.count)
+        self.sum_scale = self.scale / self.expected_count
+
+    def _given_loss(self, output: Any, target: tuple[Any, ...]) -> Any:
+        with self.verbs.draws.makes_on:
+            return self.given_loss(output, *target)
+
+    def before_forward(self, microbatch: int, stage: int) -> None:
+        for synchroniser in self.synchronisers:
+            synchroniser.hold()  # type: ignore[attr-defined]
+        super().before_forward(microbatch, stage)
+
+    def loss(self, microbatch: int, output: Any) -> torch.Tensor:
+        self.verbs.in_loss = True
+        try:
+            return super().loss(microbatch, output)
+        finally:
+            self.verbs.in_loss = False

@@ -1,0 +1,250 @@
+"""State that forwards change beside parameters, kept equal on all replicas: buffers and plain attributes of modules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.base.logs import logger
+from paceline.model.attributes import is_plain, is_same, plain_attributes
+from paceline.model.copy_on_write import SeenValue
+from paceline.model.forward_state import OF_TORCH, MappingSnapshot
+from paceline.strategies.host_all_reduce import all_reduce
+
+# Of a tensor that a forward puts into a new attribute. It may be state, or an activation that is kept to be looked at.
+_MOST_ELEMENTS = 2**20
+
+
+class ChangingBuffers:
+    """Finds the buffers and attributes that steps change, in any step, and meets them after every step.
+
+    Floating-point tensors and numbers that differ become their mean weighted by samples, whole-number buffers and
+    numbers their maximum: a count goes on from the replica that had the most to count. Other attributes must be equal;
+    those that aren't are named in a warning. This keeps replicas, evaluation and checkpoints well defined; it doesn't
+    make a BatchNorm over micro-batches the one over the whole batch.
+
+    names: of the buffers and parameters that have changed in some step. attributes: of the attributes that have.
+    unlike: of buffers that have other shapes on other replicas, such as a cache that grows with its inputs; not met.
+
+    Args:
+        with_frozen: Whether frozen parameters are taken for buffers.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, with_frozen: bool = False) -> None:
+        self._model, self._with_frozen = model, with_frozen
+        self.names: list[str] = []
+        self.attributes: list[str] = []
+        self._warned: set[str] = set()
+        self._kinds: dict[str, float] = {}  # of what is met, when the replicas last compared them
+        self.unlike: set[str] = set()
+        self.look()
+
+    def look(self) -> None:
+        """What is there now is what nothing has changed yet."""
+        self._modules = [(f"{path}." if path else "", module, MappingSnapshot.of(vars(module)),
+                          MappingSnapshot.of(module._buffers))
+                         for path, module in self._model.named_modules()]
+        self._frozen = {name: SeenValue(p) for name, p in self._model.named_parameters()
+                        if self._with_frozen and not p.requires_grad}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """All is as it was at the last look, in the same objects."""
+        for _, module, attributes, buffers in self._modules:
+            for now, seen in ((vars(module), attributes), (module._buffers, buffers)):
+                for key in [key for key in now if key not in seen.values]:
+                    del now[key]
+                for key, value in seen.values.items():
+                    now[key] = then = seen.then(key)
+                    if isinstance(value, torch.Tensor) and then is not value:
+                        now[key] = value.copy_(then)
+
+    def unsynced(self) -> list[str]:
+        """Names of what has changed and is not met yet, of attributes with a mark before them. No value is read of
+        what nothing has written to."""
+        names = set(self.names)
+        unsynced = [name for name, seen in self._frozen.items() if name not in names and seen.is_written()]
+        if names:
+            now = self._tensors()
+            unsynced += [name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)]
+        for prefix, module, attributes, buffers in self._modules:
+            if (module._buffers or buffers.values) and not buffers.is_current():
+                unsynced += [name for key, buffer in module._buffers.items() if (name := prefix + key) not in names
+                             and buffer is not None and _is_written(buffer, buffers.copies.get(key))]
+            if not attributes.is_current():
+                unsynced += [f"{_ATTRIBUTE}{name}" for key, value in vars(module).items()
+                             if (name := prefix + key) not in self.attributes and key not in OF_TORCH
+                             and is_plain(value) and _has_changed(key, value, attributes)]
+        return unsynced
+
+    @torch.no_grad()
+    def meet(self, weight: float, group: dist.ProcessGroup, *, has_unsynced: bool | None = None) -> None:
+        """Collective over the replicas, a group.
+
+        Args:
+            weight: This rank's fraction of the window's samples.
+            has_unsynced: Whether `unsynced` is not empty on some rank; the ranks agree on it here if it is None.
+        """
+        if has_unsynced is None and not any(buffers.values for _, _, _, buffers in self._modules):
+            return
+        if has_unsynced is None:
+            has_unsynced = bool(_greatest([float(bool(self.unsynced()))], group)[0])
+        if has_unsynced:
+            self._learn(union_of_names(self.unsynced(), group), group)
+        if not self.names and not self.attributes:
+            return
+        named = self._tensors()  # asked again: a model may put new tensors in their places
+        tensors = [named[name].detach() for name in self.names if name not in self.unlike]
+        floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        attributes = self._agreed(group)
+        integers = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
+        floats += [value for _, _, value in attributes if isinstance(value, torch.Tensor)]
+        numbers = [(module, key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64))
+                   for module, key, value in attributes if not isinstance(value, torch.Tensor)]
+        for _, _, number in numbers:
+            (floats if number.is_floating_point() else integers).append(number)
+        _meet([torch.view_as_real(t) if t.is_complex() else t for t in floats], integers, weight, group)
+        for module, key, number in numbers:
+            setattr(module, key, number.item())
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named = dict(self._model.named_buffers())
+        if self._with_frozen:
+            named |= {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+        return named
+
+    def _learn(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
+        """From now on these are met, where they have one shape on all replicas. Collective."""
+        for name in names:
+            if name.startswith(_ATTRIBUTE):
+                self.attributes.append(name.removeprefix(_ATTRIBUTE))
+            elif name not in self.names:
+                self.names.append(name)
+        if self.names:
+            now = self._tensors()
+            self._kinds = {name: _kind(now.get(name)) for name in self.names}
+            ends = _greatest([end for kind in self._kinds.values() for end in (kind, -kind)], group)
+            self.unlike = {name for name, most, least in zip(self.names, ends[::2], ends[1::2], strict=True)
+                           if most != -least or name not in now}
+
+    def _agreed(self, group: dist.ProcessGroup) -> list[tuple[torch.nn.Module, str, Any]]:
+        """The changing attributes that are to be met: floating-point tensors of one shape on all replicas, and numbers
+        that differ. Collective if there are any attributes."""
+        if not self.attributes:
+            return []
+        present = {name: (module, key, value) for name, module, key, value in plain_attributes(self._model)}
+        values = [present[name][2] if name in present else None for name in self.attributes]
+        kinds, figures = [_kind(value) for value in values], [_figure(value) for value in values]
+        least_and_most = _greatest([x for figure in (*kinds, *figures) for x in (figure, -figure)], group)
+        equal = [most == -least for most, least in zip(least_and_most[::2], least_and_most[1::2], strict=True)]
+        agreed = []
+        for name, value, same_kind, same in zip(self.attributes, values, equal[:len(values)], equal[len(values):],
+                                                strict=True):
+            is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
+            if same_kind and (is_tensor or (_is_number(value) and not same)):
+                agreed.append(present[name])
+            if not (same_kind and same) and not isinstance(value, float) and name not in self._warned:
+                self._warned.add(name)
+                consequence = ("all go on with the greatest" if same_kind and _is_number(value) else
+                               "each goes on with its own")
+                logger.warning("replicas hold different values of the attribute '%s', which forwards change: %s; "
+                               "a buffer (register_buffer) of floats becomes the mean of all", name, consequence)
+        return agreed
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+_ATTRIBUTE = "="  # before a name, as no module or buffer is called
+
+
+def _is_written(tensor: torch.Tensor, seen: SeenValue | None) -> bool:
+    return seen is None or tensor is not seen.tensor or seen.is_written()
+
+
+def _has_changed(key: str, value: Any, before: MappingSnapshot) -> bool:
+    """Whether an attribute holds another value, and one that may be state."""
+    seen = before.copies.get(key)
+    if isinstance(value, torch.Tensor):  # with a graph it is no state, but an auxiliary loss, say
+        return not value.requires_grad and _is_written(value, seen) and (
+            isinstance(seen, SeenValue) or value.numel() <= _MOST_ELEMENTS)
+    return key not in before.values or not is_same(value, before.then(key))
+
+
+def _kind(value: Any) -> float:
+    """Differs where values can't be met: other types, shapes, or dtypes."""
+    if isinstance(value, torch.Tensor):
+        return _tensor_kind(tuple(value.shape), value.dtype, value.requires_grad)
+    return _hashed(type(value).__name__)
+
+
+@lru_cache(maxsize=1024)  # asked of each changing buffer in each step
+def _tensor_kind(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> float:
+    return _hashed(f"{shape} {dtype} {requires_grad}")
+
+
+def _figure(value: Any) -> float:
+    """Differs where values differ; 0 of tensors of floats, which are met."""
+    if isinstance(value, float) and value == value:
+        return value
+    if isinstance(value, torch.Tensor):
+        return 0.0 if value.is_floating_point() else _hashed(str(value.tolist()))
+    return _hashed(repr(value))
+
+
+def _hashed(text: str) -> float:
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"))
+
+
+def _greatest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    together = torch.tensor(values, dtype=torch.float64)
+    all_reduce(together, dist.ReduceOp.MAX, group)
+    return [float(value) for value in together.tolist()]
+
+
+def union_of_names(names: Sequence[str], group: dist.ProcessGroup) -> list[str]:
+    """The names of all ranks of a group, in one order on all of them. Collective."""
+    text_here = torch.frombuffer(bytearray(json.dumps(list(names)).encode()), dtype=torch.uint8)
+    size = int(_greatest([float(len(text_here))], group)[0])
+    padded = torch.full((size,), ord(" "), dtype=torch.uint8)
+    padded[:len(text_here)] = text_here
+    everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, padded, group=group)
+    return list(dict.fromkeys(name for text in everyone for name in json.loads(bytes(text.tolist()))))
+
+
+def _meet(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor], weight: float,
+          group: dist.ProcessGroup) -> None:
+    """All together: a model has many small ones, and each collective waits for all ranks.
+
+    What all ranks hold alike stays as it is, to the bit: a mean would round a counter to something below it. Whether
+    anything differs is asked on CPUs alone; elsewhere an all-reduce takes less than the host's wait for the device.
+    """
+    if not floats and not integers:
+        return
+    device = max((tensor.device for tensor in (*floats, *integers)), key=lambda device: device.type != "cpu")
+    values, numbers = _together(floats, torch.float64, device), _together(integers, torch.int64, device)
+    bits = values.view(torch.int64)
+    ends = torch.cat([numbers, bits, ~bits])
+    all_reduce(ends, dist.ReduceOp.MAX, group)
+    numbers, most, least = ends.split([len(numbers), len(bits), len(bits)])
+    differs = most != ~least
+    if device.type != "cpu" or bool(differs.any()):
+        shares = values * weight if weight else torch.zeros_like(values)  # an infinity has no share of 0
+        all_reduce(shares, group=group)
+        values = torch.where(differs, shares, values)
+    for tensors, mixed in ((floats, values), (integers, numbers)):
+        for tensor, part in zip(tensors, mixed.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=dtype, device=device),
+                      *(tensor.to(device, dtype).flatten() for tensor in tensors)])

@@ -1,0 +1,159 @@
+"""Parameters that forwards edit in place: the norm limit of an embedding, a target that follows another layer.
+
+On one device a forward sees the whole batch, on a replica a part of it. Before the update, the replicas therefore put
+their edits together, element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+
+from paceline.base.errors import PlanRefused, TrainingError
+from paceline.model.copy_on_write import SeenValue, address
+from paceline.strategies.mesh import local_part
+from paceline.training.replicas.buffers import union_of_names
+
+_version = attrgetter("_version")
+_ROUNDING = 16  # units in the last place that equal edits may differ by: devices may not add in one order
+
+
+class EditsDifferError(PlanRefused):
+    """Replicas have changed a parameter in different ways in the first step; nothing is merged yet."""
+
+
+class Edits:
+    """Looks at this rank's parameters before the forwards of a step, and merges what those changed.
+
+    The first step sees every write to a parameter. Afterwards version counters tell, of the parameters that no forward
+    has changed before; they don't count writes through `parameter.data`.
+
+    names: of parameters that a forward has changed in some step, on any replica.
+    outside: of those that something else than a forward or an update has written to on this rank.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        # Of a split parameter this rank's part: comparing distributed tensors would be a collective.
+        self._parameters = {name: local_part(p.detach()) if hasattr(p, "to_local") else p
+                            for name, p in parameters.items()}
+        self._seen: dict[str, SeenValue] = {}
+        self._versions: list[tuple[int, int]] = []
+        self._changed: list[str] = []
+        self._is_first = True
+        self._updated: list[tuple[int, int]] = []
+        self.names: list[str] = []
+        self.outside: set[str] = set()
+
+    def updated(self) -> None:
+        """An update is done."""
+        self._updated = self._versions_now()
+
+    def begin(self) -> None:
+        """The forwards of a step come next."""
+        looked_at = self._parameters if self._is_first else self.names
+        self._seen = {name: SeenValue(self._parameters[name]) for name in looked_at if name in self._parameters}
+        self._versions = self._versions_now()
+        if self._updated:
+            versions = zip(self._parameters, self._updated, self._versions, strict=True)
+            self.outside |= {name for name, before, now in versions if before != now}
+
+    def end(self) -> tuple[bool, bool]:
+        """The forwards are through. Whether they changed a parameter here, and whether one that is not known yet."""
+        self._changed = [name for name, seen in self._seen.items() if seen.is_changed()]
+        if not self._is_first:
+            versions = zip(self._parameters, self._versions, self._versions_now(), strict=True)
+            self._changed += [name for name, before, now in versions if before != now and name not in self._seen]
+        kept = {*self.names, *self._changed}  # an update would copy what is still looked at
+        self._seen = {name: seen for name, seen in self._seen.items() if name in kept}
+        self._is_first = False
+        return bool(self._changed), any(name not in self.names for name in self._changed)
+
+    @torch.no_grad()
+    def merge(self, group: dist.ProcessGroup, *, has_unknown: bool, step: int) -> None:
+        """Give every replica the edits of all of them. Collective over the replicas, a group.
+
+        Args:
+            has_unknown: Whether some rank has changed a parameter that is not known yet.
+
+        Raises:
+            EditsDifferError, after the first step TrainingError: replicas changed an element in different ways.
+        """
+        changed = union_of_names(self._changed, group) if has_unknown else ()
+        unknown = [name for name in changed if name not in self.names]
+        merged = []
+        for name in [*self.names, *unknown]:
+            if name in self._parameters:
+                tensor = local_part(self._parameters[name].detach())
+                before = local_part(self._seen[name].value) if name in self._seen else (
+                    None if name in self._changed else tensor)
+                merged.append((tensor, _merged(name, tensor, before, group, agree=name in unknown, step=step)))
+        for tensor, value in merged:
+            tensor.copy_(value)
+        self.names += unknown
+        self._seen = {}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """What the first step's forwards changed is as it was, and the next ones are the first."""
+        for seen in self._seen.values():
+            local_part(seen.tensor).copy_(local_part(seen.value))
+        self._is_first = True
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        parameters = self._parameters.values()
+        return list(zip(map(_version, parameters), map(address, parameters), strict=True))
+
+
+def refuse_updates_in_backward(model: torch.nn.Module) -> None:
+    """Let no hook on an accumulated gradient write to its parameter, where a backward sees a part of the batch."""
+    for name, parameter in model.named_parameters():
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for number, hook in list(hooks.items()):
+            hooks[number] = partial(_refuse_update, name, hook)
+
+
+def _refuse_update(name: str, hook: Callable[[torch.Tensor], None], parameter: torch.Tensor) -> None:
+    version = parameter._version
+    hook(parameter)
+    if parameter._version != version:
+        raise PlanRefused(f"a hook on '{name}' (register_post_accumulate_grad_hook) updates it in backward, by the "
+                          "gradient of a part of the batch",
+                          hint="let the job's optimizer update it, or use a plan that doesn't cut the batch, such as "
+                               "single")
+
+
+def _merged(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: dist.ProcessGroup, *, agree: bool,
+            step: int) -> torch.Tensor:
+    """before: its value before the forwards; None if it is not known here. agree: whether it may be unknown somewhere.
+    """
+    real = _as_reals(tensor)
+    nothing = torch.full_like(real, -torch.inf)
+    start = nothing if before is None else _as_reals(before)
+    if agree:
+        start = start.clone()
+        dist.all_reduce(start, dist.ReduceOp.MAX, group=group)
+    is_edited = real != start
+    ends = torch.stack([torch.where(is_edited, real, nothing), torch.where(is_edited, -real, nothing)])
+    ends = torch.where(ends.isnan(), torch.inf, ends)  # which the greatest of several could lose
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    most, least = ends[0], -ends[1]
+    is_edited_somewhere = most > -torch.inf
+    spread = torch.where(is_edited_somewhere, most - least, 0)
+    if bool((spread > _ROUNDING * torch.finfo(real.dtype).eps * most.abs()).any()):
+        error = TrainingError if step else EditsDifferError
+        raise error(f"a forward changes the parameter '{name}' in place, and replicas change it in different ways: "
+                    "what it becomes depends on the samples",
+                    hint="register it as a buffer, which becomes the mean of all replicas, or use a plan that doesn't "
+                         "cut the batch: single, tensor=N, or pipeline=N microbatches=1")
+    merged = torch.where(is_edited_somewhere, most, start)
+    return torch.view_as_complex(merged) if tensor.is_complex() else merged
+
+
+def _as_reals(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor if tensor.is_floating_point() else tensor.double()

@@ -1,0 +1,60 @@
+"""What a model sets once, by the samples of its first forward, as an ActNorm does: by those of the whole first window.
+
+Each rank runs the model on all samples of the window, twice, as one device would. What the first forward changes and
+the second one leaves alone is set once, and stays; all other changes are put back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.base.streams import kept_streams, seed_streams
+from paceline.job.order import Order
+from paceline.model.attributes import AttributeSnapshot, is_same, plain_attributes
+from paceline.model.randomness import forget_draws
+from paceline.strategies.batch_norm.run import apart
+from paceline.strategies.compose import end_evaluation
+from paceline.training.feed import DataShard, is_stream, training_feed
+from paceline.training.prepare import autocast
+
+if TYPE_CHECKING:
+    from paceline.training.stepper import Stepper
+
+
+def set_once(stepper: Stepper) -> None:
+    """The model is as before the run's first step. Collective where the plan's forwards are."""
+    job, model = stepper.job, stepper.layout.module
+    order = None if is_stream(job.data) else Order.of(job)
+    with kept_streams(), torch.no_grad():
+        [(_, [batch])] = training_feed(job, order=order, part=DataShard((1,), 0, 1), steps=range(1), loader_workers=0)
+        batch = batch.to(stepper.device, torch.float64 if job.precision == "float64" else None)
+
+        def state_after_forward() -> tuple[dict[str, torch.Tensor], AttributeSnapshot]:
+            seed_streams(job.seed, "step", 0, 0, 0)
+            with autocast(job, stepper.device), apart():
+                stepper.layout.forward(batch)
+            return _tensors(stepper), AttributeSnapshot(model)
+
+        before, attributes = _tensors(stepper), AttributeSnapshot(model)
+        first, attributes_first = state_after_forward()
+        state_after_forward()
+        for name, tensor in _named(stepper).items():
+            tensor.copy_(first[name] if is_same(tensor.detach(), first[name]) else before[name])
+        changing = attributes_first.changed()
+        for name, module, key, _ in list(plain_attributes(model)):
+            if name in changing and name in attributes.values:
+                setattr(module, key, attributes.values[name])
+    end_evaluation(stepper.synchronisers)
+    forget_draws()
+
+
+def _named(stepper: Stepper) -> dict[str, torch.Tensor]:
+    """Buffers, and parameters that no rank holds a part of: forwards can't write to others."""
+    whole = {name: p.detach() for name, p in stepper.local_parameters.items() if not hasattr(p, "to_local")}
+    return {**dict(stepper.layout.module.named_buffers()), **whole}
+
+
+def _tensors(stepper: Stepper) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in _named(stepper).items()}

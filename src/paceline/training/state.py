@@ -1,0 +1,625 @@
+"""Everything a run needs to go on, as named tensors and a JSON document that don't know the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from paceline.base.errors import CheckpointError, JobError
+from paceline.base.logs import logger
+from paceline.checkpoint.owners import Owners
+from paceline.checkpoint.pieces import TensorPiece, pieces_of
+from paceline.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
+from paceline.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
+from paceline.checkpoint.write import write_model
+from paceline.job import Job
+from paceline.job.modes import set_mode
+from paceline.job.phases import ChangingBatch
+from paceline.launch.process.context import RankContext
+from paceline.runs.folder import MODEL
+from paceline.strategies.compose import Synchroniser
+from paceline.strategies.layout import Extent, Ownership
+from paceline.strategies.mesh import Mesh, axes_cut, local_part
+from paceline.strategies.state_tensors import StateTensor
+from paceline.strategies.step_sync import StepSync
+from paceline.training.attributes import ChangingAttributes, restore_attributes
+from paceline.training.job_options import (
+    in_order,
+    load_options,
+    load_schedules,
+    options,
+    other_schedules,
+    plain,
+    settings_notes,
+    unplain,
+)
+from paceline.training.job_state import JobState
+from paceline.training.optimizers.local_shards import as_plain
+from paceline.training.optimizers.parts import groups_of, parts_of
+from paceline.training.optimizers.state import OptimizerState, placed
+from paceline.training.scaling import LossScale
+
+if TYPE_CHECKING:
+    from paceline.training.stepper import Stepper
+
+# Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY (keys: see OptimizerState),
+# optimizer-attributes/PATH, attributes/NAME, and those of the plan's rooms:
+# residuals/REPLICA/NAME, factors/NAME, outer/..., replicas/REPLICA/... (the optimizer's state is the first replica's
+# where each has one of its own; those of the others are replicas/REPLICA/optimizer/NAME/KEY).
+# The document's "left_out" names tensors that are not stored: whoever resumes gives a model that has them.
+
+_VALUES = ".values"  # key of the text that holds what is no tensor of a parameter's optimizer state
+
+
+class StateOwner(Protocol):
+    """What holds a run's state on one rank: a `Stepper`, or a server.
+
+    model: with every parameter's shape, though what is trained may be held elsewhere.
+    replica: which part of every window this rank computes; -1 for none.
+    speaks_for_job: whether what a job keeps outside its models is saved as it is on this rank.
+    trains: whether the weights are those that the optimizer trains, where it has others for evaluations.
+    """
+
+    trains: bool
+
+    @property
+    def speaks_for_job(self) -> bool: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def job(self) -> Job: ...
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def layout(self) -> Ownership: ...
+    @property
+    def local_parameters(self) -> dict[str, torch.nn.Parameter]: ...
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def groups(self) -> list[list[str]]: ...
+    @property
+    def optimizer_state(self) -> OptimizerState: ...
+    @property
+    def attributes(self) -> ChangingAttributes | None: ...
+    @property
+    def job_state(self) -> JobState | None: ...
+    @property
+    def schedule(self) -> Any: ...
+    @property
+    def made(self) -> dict[str, Any]: ...
+    @property
+    def has_modes(self) -> bool: ...
+    @property
+    def scaling(self) -> LossScale | None: ...
+    @property
+    def step_sync(self) -> StepSync: ...
+    @property
+    def synchronisers(self) -> Sequence[Synchroniser]: ...
+
+    def kept(self) -> Iterable[StateTensor]:
+        """State of the plan's rooms."""
+
+
+def is_for_updates(stepper: Stepper, name: str) -> bool:
+    """Whether nothing but an update writes to a tensor of a checkpoint: no forward, and no room of the plan."""
+    return name.startswith("optimizer/") or (name.startswith("parameters/") and not stepper.forwards_may_write)
+
+
+def pieces(stepper: StateOwner, *, of_others: bool = False, host_ranks: int | None = None) -> Iterator[TensorPiece]:
+    """What this rank writes of what it owns: its part of a tensor, if it is the one that does so of those that hold
+    that part. Each of these writes about as many bytes.
+
+    of_others: also what others write of what this rank holds. host_ranks: of each host, if the ranks of a host are to
+        write all that they hold.
+    """
+    owners = Owners(stepper.mesh, host_ranks=host_ranks)
+    for name, tensor, alike, extent in _tensors(stepper, owners):
+        cut_along = axes_cut(tensor)
+        if of_others or owners.owns(tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)):
+            yield from pieces_of(name, tensor.detach(), extent)
+    for kept in stepper.kept():
+        cut_along = axes_cut(stepper.local_parameters[kept.like]) if kept.like else ()
+        alike = stepper.mesh.part_axes if kept.replica else stepper.mesh.alike_axes
+        if not of_others and not owners.owns(tuple(axis for axis in alike if axis not in cut_along),
+                                             _whole_bytes(kept.tensor)):
+            continue
+        if not kept.like:
+            yield from pieces_of(kept.name, kept.tensor)
+        elif kept.like in stepper.layout.owned:
+            for piece in pieces_of(kept.like, stepper.local_parameters[kept.like].detach()):
+                yield TensorPiece(kept.name, piece.shape, piece.offsets, kept.tensor)
+
+
+def _whole_bytes(tensor: torch.Tensor) -> int:
+    """Of a DTensor, what all of its parts have together."""
+    return tensor.numel() * tensor.element_size()
+
+
+def alike_along(stepper: StateOwner, axis: str) -> dict[str, torch.Tensor]:
+    """Tensors of the optimizer's state that ranks along an axis of copies should hold alike, by name."""
+    return {name: tensor for name, tensor, alike, _ in _tensors(stepper, Owners(stepper.mesh))
+            if name.startswith("optimizer/") and not name.endswith("/.values")
+            and axis in alike and axis not in axes_cut(tensor)}
+
+
+def weights_of(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
+    """Those of the model alone, without what belongs to its training."""
+    return (piece for piece in pieces if piece.name.startswith(("parameters/", "buffers/", "attributes/")))
+
+
+def _tensors(stepper: StateOwner, owners: Owners) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
+    """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
+    mesh, owned, extents = stepper.mesh, stepper.layout.owned, stepper.layout.extents
+    stepper.optimizer_state.look()
+    everywhere = mesh.alike_axes
+    shared = stepper.step_sync.global_weights(stepper.local_parameters)
+    yield from ((f"parameters/{name}", parameter, everywhere, extents.get(name)) for name, parameter in shared.items()
+                if name in owned)
+    yield from ((f"buffers/{name}", buffer, everywhere, None)
+                for name, buffer in persistent_buffers(stepper.model).items()
+                if name in stepper.layout.owned_buffers)
+    own_steps = stepper.step_sync.has_own_steps
+    prefix = _own_prefix(mesh.copy) if own_steps else ""
+    for name, parameter in stepper.optimizer_state.local_parameters().items():
+        is_alone = name in stepper.optimizer_state.alone
+        if name not in owned and not is_alone:
+            continue
+        alike = mesh.part_axes if own_steps else everywhere
+        if is_alone or (axes_cut(stepper.parameters[name]) and not axes_cut(parameter)):
+            alike = () if own_steps else mesh.copy_axes  # one rank of several updates it whole
+        for key, value in _stored_state(stepper.optimizer_state, name).items():
+            # Laid out like its parameter if it has its shape, else whole.
+            yield (f"{prefix}optimizer/{name}/{key}", value, alike,
+                   extents.get(name) if value.shape == parameter.shape else None)
+    if stepper.attributes is not None and owners.is_first(everywhere):
+        persistent = persistent_buffers(stepper.model)
+        stored = stepper.attributes.stored(mesh.coordinates[mesh.stage_axis], {
+            name: buffer for name, buffer in stepper.model.named_buffers()
+            if name in stepper.layout.owned_buffers and name not in persistent})
+        yield from ((name, tensor, (), None) for name, tensor in stored.items())
+    if stepper.job_state is not None and stepper.speaks_for_job:
+        yield from ((name, tensor, (), None) for name, tensor in stepper.job_state.stored().items())
+    if owners.is_first(mesh.sizes):
+        tensors: dict[str, torch.Tensor] = {}
+        _packed_attributes(stepper.optimizer_state, tensors)
+        yield from ((name, tensor, (), None) for name, tensor in tensors.items())
+
+
+def _stored_state(state: OptimizerState, name: str) -> dict[str, torch.Tensor]:
+    """Tensors that hold a parameter's optimizer state, by key; what is no tensor is in one of them, as text."""
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for key, value in state.by_parameter(name):
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        else:
+            values[key] = pack(value, key, tensors)
+    return tensors | ({_VALUES: text_tensor(values)} if values else {})
+
+
+def _packed_attributes(state: OptimizerState, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The optimizer's attributes as JSON holds them; their tensors are added to `tensors`, by their stored names."""
+    return {path: pack(value, f"optimizer-attributes/{path}", tensors) for path, value in state.attributes().items()}
+
+
+def _own_prefix(replica: int) -> str:
+    return f"replicas/{replica}/" if replica else ""
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to the state of the model."""
+    kept = set(model.state_dict(keep_vars=True)) if list(model.buffers()) else set()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def stored_names(model: torch.nn.Module) -> dict[str, str]:
+    """For every name that `model.state_dict()` has for a tensor the one in a checkpoint: ties are there once."""
+    names: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = first.setdefault(id(parameter), f"parameters/{name}")
+    kept = set(model.state_dict(keep_vars=True)) if list(model.buffers()) else set()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in kept:
+            names[name] = first.setdefault(id(buffer), f"buffers/{name}")
+    return names
+
+
+def ties(model: torch.nn.Module) -> dict[str, str]:
+    """For each further name that the model has for a tensor the one in a checkpoint."""
+    return {name: stored for name, stored in stored_names(model).items() if stored.partition("/")[2] != name}
+
+
+def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
+    """The trained model under its own names: tensor by tensor from the checkpoint of this step, as far as it has them.
+    """
+    checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step}", checksums=False)
+    stored = {name: key for name, key in stored_names(model).items() if key not in left_out(checkpoint)}
+    write_model(run_dir / MODEL,
+                {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape) for name, key in stored.items()},
+                lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))
+
+
+def document(stepper: StateOwner, *, step: int, samples: int, left_out: Collection[str] = ()) -> dict[str, Any]:
+    """What is not a tensor: the cursor, the optimizer's groups, the schedule.
+
+    left_out: tensors of the model that are not stored.
+
+    Raises:
+        JobError: a schedule or optimizer keeps something that JSON can't hold.
+        PlanRefused: the optimizer keeps something that this rank's part can't be told from.
+    """
+    return joined_document(fixed_document(stepper), changing_document(stepper, step=step, samples=samples)) | (
+        {"left_out": sorted(left_out)} if left_out else {})
+
+
+def fixed_document(stepper: StateOwner) -> dict[str, Any]:
+    """What of the document stays as it is while the state is made of the same objects.
+
+    Raises:
+        JobError, PlanRefused: as `document`.
+    """
+    state = stepper.optimizer_state
+    state.check([name for names in stepper.groups for name in names])
+    return {
+        "seed": stepper.job.seed,
+        "batch": _batch(stepper.job),
+        "num_samples": stepper.job.num_samples,
+        "ties": ties(stepper.model),
+        "made": stepper.made,
+        "replicas": stepper.mesh.num_copies if stepper.step_sync.has_own_steps else 1,
+        "optimizer": {"kind": type(stepper.optimizer).__name__,
+                      "groups": [{"parameters": names} for names in stepper.groups],
+                      "wrapped": {path: [options(group) for group in wrapped]
+                                  for path, wrapped in state.wrapped_groups().items()},
+                      "attributes": _packed_attributes(state, {})},
+    }
+
+
+def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
+    """What of the document steps change.
+
+    Raises:
+        JobError: as `document`.
+    """
+    schedule = stepper.schedule.state_dict() if stepper.schedule is not None else None
+    return {
+        "step": step,
+        "samples": samples,
+        "groups": [options(group) for group in stepper.optimizer.param_groups],
+        "schedule": plain(schedule, "the learning-rate schedule"),
+        **({"trains": stepper.trains} if stepper.has_modes else {}),
+        **({"loss_scale": stepper.scaling.to_dict()} if stepper.scaling is not None else {}),
+    }
+
+
+def joined_document(fixed: Mapping[str, Any], changing: Mapping[str, Any]) -> dict[str, Any]:
+    """The document. changing: its groups become the optimizer's."""
+    groups = [options | names for options, names in zip(changing["groups"], fixed["optimizer"]["groups"], strict=True)]
+    others = {key: value for key, value in changing.items() if key != "groups"}
+    return {**fixed, **others, "optimizer": fixed["optimizer"] | {"groups": groups}}
+
+
+def left_out(checkpoint: Checkpoint) -> frozenset[str]:
+    """Tensors of the model that the checkpoint does not store."""
+    return frozenset(checkpoint.document.get("left_out", ()))
+
+
+def _batch(job: Job) -> int | str:
+    """Samples a step; in words where they change."""
+    return str(job.batch) if isinstance(job.batch, ChangingBatch) else job.batch
+
+
+def refuse_unsaveable(stepper: StateOwner) -> None:
+    """Refuse a run whose state could not be saved, before it begins.
+
+    Raises:
+        JobError: a schedule or optimizer keeps something that JSON can't hold, or a tensor has a dtype or a layout that
+            no file of a checkpoint can hold, such as a sparse one.
+        PlanRefused: as `document`.
+    """
+    document(stepper, step=0, samples=0)
+    try:
+        for _ in pieces(stepper):
+            pass
+    except ValueError as error:
+        raise JobError(f"a run could not be saved: {error}",
+                       hint="use dense tensors; a buffer that the model makes anew can be registered with "
+                            "persistent=False") from error
+
+
+def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None:
+    """Why a checkpoint's tensors are not this model's; None if they are."""
+    wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}
+    wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
+    wanted = {name: shape for name, shape in wanted.items() if name not in left_out(checkpoint)}
+    stored = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()
+              if name.startswith(("parameters/", "buffers/"))}
+    for kind, names in (("lacks", wanted.keys() - stored.keys()), ("has unknown", stored.keys() - wanted.keys())):
+        if names:
+            return f"it {kind} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    for name, shape in wanted.items():
+        if stored[name] != shape:
+            return f"{name} has shape {stored[name]} there and {shape} in this job"
+    return None
+
+
+def mismatch(stepper: StateOwner, checkpoint: Checkpoint) -> str | None:
+    """Why a run can't go on from a checkpoint; None if it can."""
+    other = model_mismatch(stepper.model, checkpoint)
+    if other:
+        return other
+    for key in ("seed", "batch", "num_samples"):
+        now = _batch(stepper.job) if key == "batch" else getattr(stepper.job, key)
+        if checkpoint.document.get(key, now) != now:
+            return f"its {key} was {checkpoint.document.get(key)} and this job's is {now}"
+    kind, then = type(stepper.optimizer).__name__, checkpoint.document["optimizer"]["kind"]
+    return f"its optimizer was {then} and this job's is {kind}" if kind != then else None
+
+
+def choose_checkpoint(context: RankContext, run_dir: Path,
+                      accept: Callable[[Checkpoint], str | None]) -> Checkpoint | None:
+    """The newest valid checkpoint that is accepted; None if there is none. Rank 0 checks and chooses for all ranks.
+
+    Raises:
+        CheckpointError: there are some and none can be used.
+    """
+    key = f"checkpoint/{context.num_trained}"
+    if context.rank == 0:
+        newest = newest_checkpoint(run_dir, accept=accept, warn=logger.warning)
+        if context.store is not None:
+            context.store.set(key, newest.path.name if newest else "")
+        return newest
+    name = context.hear(key, "restore").decode()
+    return open_checkpoint(run_dir / "checkpoints" / name, checksums=False) if name else None
+
+
+def load_weights(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint,
+                 extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
+    """Read parameters, buffers and attributes into the model; each rank reads only the parts it holds."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if f"parameters/{name}" not in left_out(checkpoint):
+                checkpoint.read_into(f"parameters/{name}", parameter, extents.get(name))
+        for name, buffer in persistent_buffers(model).items():
+            checkpoint.read_into(f"buffers/{name}", buffer)
+    restore_attributes(model, checkpoint)
+
+
+class _Saved:
+    """The tensors of a checkpoint that rooms of a plan have kept; see `strategies/state_tensors.py`."""
+
+    def __init__(self, stepper: StateOwner, checkpoint: Checkpoint) -> None:
+        self.stepper, self.checkpoint = stepper, checkpoint
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint.tensors
+
+    def replicas(self, kind: str) -> int:
+        numbers = (name.split("/")[1] for name in self.checkpoint.tensors if name.startswith(f"{kind}/"))
+        return max((int(number) + 1 for number in numbers), default=0)
+
+    def read(self, name: str, like: str = "") -> torch.Tensor:
+        if not like:
+            return self.checkpoint.read(name)
+        parameter = self.stepper.local_parameters[like]
+        for piece in pieces_of(like, parameter.detach()):
+            return self.checkpoint.read(name, piece.offsets, tuple(piece.tensor.shape))
+        return torch.zeros(local_part(parameter).shape)
+
+
+def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
+    """Put weights, optimizer and schedule where they were, under this run's layout.
+
+    Returns:
+        What could not be taken over as it was, in words.
+
+    Raises:
+        CheckpointError: the optimizer's state doesn't fit this job's.
+    """
+    if stepper.has_modes:  # before: what it moves of the weights is overwritten
+        stepper.trains = checkpoint.document["trains"]
+        set_mode(stepper.optimizer, is_training=stepper.trains)
+    load_weights(stepper.model, stepper.local_parameters, checkpoint, stepper.layout.extents)
+    notes = _restore_optimizer(stepper, checkpoint)
+    if stepper.job_state is not None:
+        notes += [f"what was saved of {name} has no place in this job"
+                  for name in stepper.job_state.restore(checkpoint)]
+    if stepper.scaling is not None and "loss_scale" in checkpoint.document:  # else the run was in another precision
+        stepper.scaling.restore(checkpoint.document["loss_scale"])
+    return list(dict.fromkeys(notes)) + _restore_rooms(stepper, _Saved(stepper, checkpoint))
+
+
+def _restore_optimizer(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
+    """In place: a schedule, and an optimizer that wraps others, may refer to what is there. Returns what this job says
+    otherwise than the checkpoint's, in words."""
+    saved, state = checkpoint.document["optimizer"], stepper.optimizer_state
+    optimizer: Any = stepper.optimizer
+    _take_order(stepper, [group["parameters"] for group in saved["groups"]])
+    then, now = checkpoint.document.get("made", {}), stepper.made
+    notes = list(settings_notes(then.get("job", {}), now["job"]))
+    schedules = checkpoint.document["schedule"], then.get("schedules", {}), now["schedules"]
+    begun = other_schedules(*schedules)
+    rescheduled = {id(group) for name in begun for group in (
+        optimizer.members[name] if name else optimizer).param_groups}
+    for group, options_then, made_then, made_now in zip(
+            optimizer.param_groups, saved["groups"], then.get("groups", [{}] * len(now["groups"])),
+            now["groups"], strict=True):
+        notes += load_options(group, options_then, made_then, made_now, is_rescheduled=id(group) in rescheduled)
+    wrapped, made_of_wrapped = state.wrapped_groups(), then.get("wrapped", {})
+    for path, groups in saved.get("wrapped", {}).items():
+        for number, (group, options_then) in enumerate(zip(wrapped.get(path, ()), groups, strict=True)):
+            notes += load_options(group, options_then, made_of_wrapped[path][number] if path in made_of_wrapped else {},
+                                  now["wrapped"][path][number])
+    notes += load_schedules(stepper.schedule, *schedules, begun=begun, step=checkpoint.step)
+    state.load_attributes(saved.get("attributes", {}), lambda name, like: checkpoint.read(name))
+    of_groups = {id(p): group for group in groups_of(stepper.optimizer) for p in group["params"]}
+    stored: dict[str, dict[str, list[str]]] = {}
+    every = {name for names in stepper.groups for name in names}
+    for full_name, names in _optimizer_tensors(stepper, checkpoint).items():
+        name, key = _name_and_key(full_name, every)
+        stored.setdefault(name, {})[key] = names
+    for name, parameter in state.local_parameters().items():
+        values = {key: unplain(value, None) for key, value in saved.get("values", {}).get(name, {}).items()}
+        _restore_state(_Reader(checkpoint, parameter, stored.get(name, {}), stepper.layout.extents.get(name),
+                               of_groups.get(id(state.parameters[name]), {}), is_plain=name in state.distributed),
+                       state, name, values)
+    return notes
+
+
+def _take_order(stepper: StateOwner, saved: list[list[str]]) -> None:
+    """Let the optimizer have its groups, and the parameters in them, in the order of the checkpoint's.
+
+    Raises:
+        CheckpointError: they are other groups.
+    """
+    places = in_order(stepper.groups, saved)
+    if stepper.groups == saved:
+        return
+    rank = {id(stepper.optimizer.param_groups[place]): number for number, place in enumerate(places)}
+    name_of = {id(p): name for name, p in stepper.optimizer_state.parameters.items()}
+    for part in parts_of(stepper.optimizer).optimizers.values():
+        part.param_groups.sort(key=lambda group: rank.get(id(group), 0))
+        for group in part.param_groups:
+            if id(group) in rank:
+                order = {name: number for number, name in enumerate(saved[rank[id(group)]])}
+                group["params"].sort(key=lambda p: order[name_of[id(p)]])
+    stepper.groups[:] = saved
+    stepper.made["groups"] = [stepper.made["groups"][place] for place in places]
+
+
+def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str]:
+    """A parameter's name and what follows it; both may have slashes in them, as Keras's names do.
+
+    >>> _name_and_key("dense/kernel/exp_avg", {"dense", "dense/kernel"})
+    ('dense/kernel', 'exp_avg')
+    """
+    slash = full_name.rfind("/")
+    while slash > 0 and full_name[:slash] not in parameters:
+        slash = full_name.rfind("/", 0, slash)
+    name, _, key = (full_name[:slash], "/", full_name[slash + 1:]) if slash > 0 else full_name.partition("/")
+    return name, key
+
+
+def state_of_parameter(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """What an optimizer had for a parameter, whole, on the CPU."""
+    prefix = f"optimizer/{name}/"
+    stored = {full_name.removeprefix(prefix): full_name for full_name in checkpoint.tensors
+              if full_name.startswith(prefix)}
+    packed = from_text_tensor(checkpoint.read(stored.pop(_VALUES))) if _VALUES in stored else {}
+    values = {key: unpack(value, lambda key, like: checkpoint.read(stored.pop(key)), None)
+              for key, value in packed.items()}
+    return values | {key: checkpoint.read(full_name) for key, full_name in stored.items()}
+
+
+def take_over(owner: Any, changing: Mapping[str, Any]) -> None:
+    """Let an optimizer's groups and a schedule be as a `changing_document` says.
+
+    owner: has `optimizer` and `schedule`, which may be None.
+    """
+    for group, saved in zip(owner.optimizer.param_groups, changing["groups"], strict=True):
+        load_options(group, saved, {}, {})
+    if owner.schedule is not None:
+        load_schedules(owner.schedule, changing["schedule"], {}, {}, begun=(), step=0)
+
+
+@dataclass
+class _Reader:
+    """Reads what a checkpoint has for a parameter.
+
+    stored: names of tensors by key, of each replica that had its own. options: of the parameter's group.
+    is_plain: whether the optimizer has this rank's own part of a distributed parameter.
+    """
+
+    checkpoint: Checkpoint
+    parameter: torch.nn.Parameter
+    stored: dict[str, list[str]]
+    extent: Extent | None
+    options: Mapping[str, Any]
+    is_plain: bool
+
+    def take(self, key: str, like: Any = None) -> torch.Tensor:
+        """Each is read once."""
+        values = [_read_like(self.parameter, name, self.checkpoint, self.extent) for name in self.stored.pop(key)]
+        value = values[0] if len(values) == 1 else _mean(values)
+        return placed(as_plain(value) if self.is_plain else value, self.parameter, key, self.options)
+
+
+def _restore_state(reader: _Reader, state: OptimizerState, name: str, values: dict[str, Any]) -> None:
+    """values: numbers of this parameter that the document has, as older versions wrote them."""
+    if _VALUES in reader.stored:
+        for key, packed in from_text_tensor(reader.checkpoint.read(reader.stored.pop(_VALUES)[0])).items():
+            place = state.place(name, key)
+            values[key] = unpack(packed, reader.take, place[0].get(place[1]) if place is not None else None)
+    values |= {key: reader.take(key) for key in list(reader.stored)}
+    for key, value in values.items():
+        place = state.place(name, key)
+        if place is None:
+            raise CheckpointError(f"the optimizer of the checkpoint keeps '{key}' of '{name}', and this job's doesn't",
+                                  hint="resume with the job that wrote the checkpoint")
+        holder, inner = place
+        current = holder.get(inner)
+        if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and type(current) is type(value) and (
+                current.shape == value.shape and current.dtype == value.dtype):
+            current.detach().copy_(value)
+        else:
+            holder[inner] = value
+
+
+def _optimizer_tensors(stepper: StateOwner, checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """For each tensor of the optimizer's state those of the checkpoint that it is read from: this replica's own, or
+    those of all replicas where others went on."""
+    replicas = checkpoint.document.get("replicas", 1)
+    is_local = stepper.step_sync.has_own_steps and replicas == stepper.mesh.num_copies
+    names: dict[str, list[str]] = {}
+    for replica in (stepper.mesh.copy,) if is_local else range(replicas):
+        prefix = f"{_own_prefix(replica)}optimizer/"
+        for name in checkpoint.tensors:
+            if name.startswith(prefix):
+                names.setdefault(name.removeprefix(prefix), []).append(name)
+    return names
+
+
+def _mean(values: list[torch.Tensor]) -> torch.Tensor:
+    """Of whole numbers, such as counts of steps, the first."""
+    return sum(values[1:], values[0]) / len(values) if values[0].is_floating_point() else values[0]
+
+
+def _restore_rooms(stepper: StateOwner, saved: _Saved) -> list[str]:
+    replicas, is_local = saved.checkpoint.document.get("replicas", 1), stepper.step_sync.has_own_steps
+    notes = []
+    if replicas > 1 and not (is_local and replicas == stepper.mesh.num_copies):
+        notes.append(f"the optimizer states of {replicas} replicas are averaged")
+    if "outer/order" in saved and not is_local:
+        notes.append("the outer steps' momentum is dropped")
+    notes += [words for synchroniser in stepper.synchronisers for words in synchroniser.restore(saved)]
+    kinds = {kept.name.partition("/")[0] for kept in stepper.kept()}
+    if saved.replicas("residuals") and "residuals" not in kinds:
+        notes.append("what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out")
+    return list(dict.fromkeys(notes))  # rooms of several models say the same
+
+
+def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, extent: Extent | None) -> torch.Tensor:
+    """A state tensor: laid out like its parameter if it has its shape, else whole."""
+    entry = checkpoint.tensors[name]
+    if extent is not None and tuple(entry.shape) == extent.shape:
+        return checkpoint.read(name, extent.offsets, tuple(parameter.shape))
+    if hasattr(parameter, "to_local") and tuple(entry.shape) == tuple(parameter.shape):
+        target = torch.zeros_like(parameter)
+        checkpoint.read_into(name, target)
+        return target
+    stored = checkpoint.read(name)
+    if stored.shape != parameter.shape:
+        return stored
+    # Fused kernels walk through a parameter and its state alike, so both must lie in memory in one order.
+    return torch.empty_like(parameter, dtype=stored.dtype).copy_(stored)

@@ -1,0 +1,110 @@
+"""The work around the micro-batches of a window on one rank: random streams, the loss and its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.base.errors import PlanRefused
+from paceline.base.streams import seed_streams
+from paceline.job.order import Window
+from paceline.strategies.mesh import is_about_parts
+from paceline.training.blame import note_sample, sample_names
+from paceline.training.feed import MicroBatch
+from paceline.training.loss import Tally, read_tally, with_gradient
+from paceline.training.prepare import autocast
+
+if TYPE_CHECKING:
+    from paceline.training.stepper import Stepper
+
+
+class WindowWork:
+    """The work around the micro-batches of one step.
+
+    criterion: (output, target) -> the loss. synchronisers: of what the loss trains. place: keys the random streams,
+    beside the step, the part and the micro-batch.
+    """
+
+    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int, part: int,
+                 beat: Callable[[str], None], tell: Callable[[list[Tally]], None]) -> None:
+        self.stepper, self.window, self.step, self.part, self.beat = stepper, window, step, part, beat
+        self.tell, self.criterion, self.synchronisers = tell, stepper.job.criterion, stepper.synchronisers
+        self.place: tuple[int, ...] = ()
+        dtype = torch.float64 if stepper.job.precision == "float64" else None
+        self.batches = [batch.to(stepper.device, dtype) for batch in batches]
+        self.tallies: list[Tally] = []
+        self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        own_samples = sum(batch.samples for batch in batches)
+        self.samples = max(own_samples, 1) if stepper.step_sync.has_own_steps else window.count
+        scaling = stepper.scaling
+        self.scale = 1.0 if scaling is None else scaling.scale
+        self.latest = 0  # the micro-batch whose forward began last
+        self.sum_scale = 1.0 if scaling is None else self.scale / scaling.expected_count(window.count)
+
+    def before_forward(self, microbatch: int, stage: int) -> None:
+        self.latest = microbatch
+        place = (self.part, microbatch, stage) if stage else (self.part, microbatch)
+        seed_streams(self.stepper.job.seed, "step", self.step, *place, *self.place)
+        self.beat("forward")
+
+    def loss(self, microbatch: int, output: Any) -> torch.Tensor:
+        batch, job = self.batches[microbatch], self.stepper.job
+        with autocast(job, self.stepper.device):
+            tally = read_tally(self._explained_loss(output, microbatch), samples=batch.samples or 1)
+            tally = with_gradient(tally, output, backward_goes_on=self.stepper.all_go_back)
+        self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
+        # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
+        # samples is known: the window's, or this replica's own where it takes steps of its own. A stand-in weighs
+        # nothing.
+        weight = (batch.samples / self.samples * self.scale if tally.is_mean
+                  else float(batch.samples > 0) * self.sum_scale)
+        value = tally.value.float() if tally.value.dtype == torch.float16 else tally.value  # which a scale may not fit
+        return value * weight
+
+    def _explained_loss(self, output: Any, microbatch: int) -> Any:
+        """The job's loss, refused where it is made of shards."""
+        try:
+            value = self.criterion(output, self.batches[microbatch].target)
+        except Exception as error:
+            if isinstance(error, RuntimeError) and is_about_parts(error):  # NotImplementedError is one
+                raise _reads_shards(str(error).splitlines()[0]) from error
+            if not self.stepper.job.models:
+                note_sample(error, self.criterion, output, self.batches[microbatch].target, sample_names(
+                    self.stepper.job, self.stepper.part, self.window, microbatch))
+            raise
+        for part in value if isinstance(value, tuple | list) else [value]:
+            if hasattr(part, "device_mesh"):
+                raise _reads_shards("it became a DTensor")
+        return value
+
+    def record(self, kind: str, label: str, start_s: float, end_s: float) -> None:
+        if self.stepper.trace is not None:
+            self.stepper.trace.add(kind, label, start_s, end_s)
+
+    def before_backward(self, microbatch: int) -> None:
+        is_last = microbatch == len(self.batches) - 1
+        self.drop_rows_of_stand_in()
+        if not self.batches[microbatch].samples:
+            self.set_aside = {p: p.grad for p in self.stepper.sparsely_trained}
+            for p in self.set_aside:
+                p.grad = None
+        for synchroniser in self.synchronisers:
+            synchroniser.begin(last=is_last)
+        if is_last:
+            self.tell(self.tallies)
+        self.beat("backward")
+
+    def drop_rows_of_stand_in(self) -> None:
+        """A stand-in adds zeros, and in a sparse gradient those are rows that an optimizer would update."""
+        for p, gradient in self.set_aside.items():
+            p.grad = gradient
+        self.set_aside = {}
+
+
+def _reads_shards(evidence: str) -> PlanRefused:
+    return PlanRefused("the loss uses parameters of the model, and under this plan a rank holds parts of them where "
+                       f"it is computed ({evidence})",
+                       hint="use a data=N plan, or shard=N zero=2, which keeps parameters whole between forward and "
+                            "backward")

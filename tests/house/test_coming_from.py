@@ -1,0 +1,104 @@
+"""The pages 'from ...': their scripts run, and the job ends with the weights that the script ends with."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from later import needed
+from torch.utils.data import DataLoader
+
+import paceline as pl
+from paceline.base.streams import seed_model
+from paceline.checkpoint import load_tensors
+
+DOCS = Path(__file__).parents[2] / "docs"
+IN_ORDER = "for inputs, targets in DataLoader(samples, batch_size=60):"  # in place of a loader that shuffles by itself
+
+
+def scripts(page: str) -> tuple[str, str]:
+    """The script before and the script after."""
+    before, after = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    return before, after
+
+
+def run_script(script: str, **names: Any) -> dict[str, Any]:
+    """What a script defines, run with the samples in their own order, which a loop and a job can share."""
+    script = script.replace("shuffle=True", "shuffle=False").replace("torch.manual_seed(0)", "seed_model(0)")
+    names |= {"seed_model": seed_model}
+    exec(compile(script, "script", "exec"), names)
+    return names
+
+
+def assert_equal_weights(run: Path, model: torch.nn.Module) -> None:
+    weights = load_tensors(run / "model.safetensors")
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """What torchrun tells the only process that it starts; files go to a folder of the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def leave_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_ten_lines_change():
+    """Of the loop's script nothing is edited; at most ten lines are new."""
+    before, after = scripts("from-a-training-loop.md")
+    changes = list(difflib.ndiff(before.splitlines(), after.splitlines()))
+    assert len([line for line in changes if line.startswith("+ ") and line[2:].strip()]) <= 10
+
+
+def test_the_job_ends_where_the_loop_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Weights and accuracy of the loop, and of the job under two plans."""
+    needed("sklearn", "scikit-learn")
+    before, after = scripts("from-a-training-loop.md")
+    loop = run_script(before)
+    accuracy = float(re.findall(r"epoch 4: accuracy (\S+)", capsys.readouterr().out)[0])
+    script = run_script(after, __name__="script")
+    for plan in ("single", "data=2 accumulate=2"):
+        figures = pl.train(script["job"](), plan, run=tmp_path / plan)
+        assert_equal_weights(tmp_path / plan, loop["model"])
+        assert figures["metrics"]["accuracy"] == pytest.approx(accuracy, abs=1e-4)
+
+
+@pytest.mark.parametrize(("page", "package", "model"), [
+    ("from-ddp.md", "torch", "model.module"),
+    ("from-accelerate.md", "accelerate", "model"),
+    pytest.param("from-lightning.md", "lightning", "model.net", marks=pytest.mark.slow),
+    pytest.param("from-deepspeed.md", "deepspeed", "engine.module", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore")  # of the other tool
+def test_the_job_ends_where_the_script_of_another_tool_ends(
+        page: str, package: str, model: str, tmp_path: Path, one_process: None, monkeypatch: pytest.MonkeyPatch):
+    """The other tool runs in one process, where it computes what one device computes."""
+    needed("sklearn", "scikit-learn")
+    needed(package)
+    before, after = scripts(page)
+    if page == "from-deepspeed.md":  # its own loader shuffles whatever it is told
+        before = before.replace("for inputs, targets in loader:", IN_ORDER)
+    names = run_script(before, DataLoader=DataLoader)
+    if package == "accelerate":
+        names["accelerator"].state._reset_state(True)
+    leave_the_launcher(monkeypatch)
+    pl.train(run_script(after, __name__="script")["job"](), "single", run=tmp_path / "run")
+    assert_equal_weights(tmp_path / "run", eval(model, names))

@@ -1,0 +1,184 @@
+"""A host takes over the copies of the one before it, and nobody else reads or delays them."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from paceline.launch.hosts.copy_service import CopyAddress, CopyReader
+from paceline.launch.hosts.host_copies import HostCopies
+from paceline.launch.process import memory_store as step_slots
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[HostCopies]]:
+    """Two hosts with two ranks each."""
+    made = [HostCopies(2) for _ in range(2)]
+    for host in made:
+        host.serve()
+    yield made
+    for host in made:
+        host.close()
+        host.memory.close()
+
+
+def address_of(host: HostCopies) -> CopyAddress:
+    return CopyAddress("127.0.0.1", host.address.port, host.address.nonce)
+
+
+def copy(host: HostCopies, step: int, size: int = 1000) -> None:
+    for rank in range(2):
+        host.memory.write(rank, step, [memoryview(bytes([step, rank]) * size)], b'{"rank": %d}' % rank)
+    host.offer(step)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def kept(host: HostCopies, step: int, rank: int, size: int = 1000) -> bool:
+    """Whether a host has what another one's rank copied."""
+    slot, buffer = 2 + rank, bytearray(2 * size)
+    if step not in host.memory.steps(slot):
+        return False
+    host.memory.read_into(slot, step, 0, memoryview(buffer))
+    return buffer == bytes([step, rank]) * size and host.memory.index(slot, step) == b'{"rank": %d}' % rank
+
+
+def test_a_host_takes_over_copies_of_the_one_before_it(hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch):
+    """In pieces, as all its ranks have made them, and it says so."""
+    monkeypatch.setattr(step_slots, "PIECE_BYTES", 700)
+    first, second = hosts
+    second.keep_for(address_of(first))
+    first.memory.write(0, 3, [memoryview(b"alone")], b"{}")
+    first.offer(3)  # the other rank has not made its own yet
+    time.sleep(0.3)
+    assert first.taken_step == -1 and second.memory.newest([2, 3]) is None
+    for step in (4, 7, 8):
+        copy(first, step)
+        wait_until(lambda step=step: first.taken_step == step)
+        assert all(kept(second, step, rank) for rank in range(2)) and (first.took_s > 0) == (step == 8)
+    assert set(second.memory.steps(2)) == {7, 8} and second.taken_step == -1
+    second.give_back_kept()
+    assert second.memory.newest([2, 3]) is None
+
+
+def test_a_host_that_is_lost_while_it_is_copied_leaves_its_last_copies(hosts: list[HostCopies],
+                                                                      monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_slots, "PIECE_BYTES", 700)
+    first, second = hosts
+    second.keep_for(address_of(first))
+    for step in (1, 2):
+        copy(first, step)
+        wait_until(lambda step=step: first.taken_step == step)
+    copy(first, 3)
+    monkeypatch.setattr(second.memory, "fill", half_of(second.memory.fill))
+    time.sleep(0.5)
+    assert first.taken_step == 2 and set(second.memory.steps(2)) == {2}
+    assert all(kept(second, 2, rank) for rank in range(2))
+
+
+def test_copies_that_were_sent_stay(hosts: list[HostCopies]):
+    """Beside those that are being sent, and newer ones; without any, two slots are used."""
+    memory = hosts[0].memory
+    for step, keep, expected in ((1, (), {1}), (2, (), {1, 2}), (3, (), {2, 3}), (4, (2,), {2, 3, 4}),
+                                 (5, (2, 4), {2, 4, 5}), (6, (2, 4), {2, 4, 6}), (7, (4,), {4, 6, 7})):
+        memory.write(0, step, [memoryview(b"1")], b"{}", keep=keep)
+        assert set(memory.steps(0)) == expected
+
+
+def half_of(fill: Callable[..., None]) -> Callable[..., None]:
+    """Its peer is gone after the first piece."""
+    def torn(rank: int, step: int, extent: tuple[int, int], fetch: Callable[[int, memoryview], None]) -> None:
+        def fetch_first(offset: int, target: memoryview) -> None:
+            if offset:
+                raise ConnectionResetError("the host is lost")
+            fetch(offset, target)
+
+        fill(rank, step, extent, fetch_first)
+
+    return torn
+
+
+def test_without_memory_the_host_is_told(hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch):
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "no memory")
+
+    first, second = hosts
+    monkeypatch.setattr(second.memory, "fill", full)
+    second.keep_for(address_of(first))
+    copy(first, 1)
+    wait_until(lambda: first.has_failed)
+
+
+def test_what_an_earlier_start_left_is_not_taken_over(hosts: list[HostCopies]):
+    """It stays as it is until ranks offer something, for whoever reads it meanwhile."""
+    first, second = hosts
+    copy(first, 5)
+    for host in hosts:
+        host.rest()
+    second.keep_for(address_of(first))
+    time.sleep(0.3)
+    assert second.memory.newest([2, 3]) is None and set(first.memory.steps(0)) == {5}
+    copy(first, 6)
+    wait_until(lambda: first.taken_step == 6)
+
+
+def test_nobody_reads_copies_without_the_secret(hosts: list[HostCopies]):
+    first = hosts[0]
+    copy(first, 1)
+    with pytest.raises(ConnectionError):
+        CopyReader(CopyAddress("127.0.0.1", first.address.port, "guessed"), timeout_s=5)
+    with socket.create_connection(("127.0.0.1", first.address.port), timeout=5) as stranger:
+        stranger.recv(16)
+        stranger.sendall(bytes(48))
+        assert stranger.recv(100) == b""
+
+
+def test_a_host_proves_itself_to_its_peer():
+    """What has taken a host's port gets no proof that it could pass on, and gives nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def answer() -> None:
+            sock = listener.accept()[0]
+            with sock:
+                sock.sendall(bytes(16))
+                sock.recv(48)
+                sock.sendall(bytes(32))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConnectionError, match="is no host of this run"):
+            CopyReader(CopyAddress("127.0.0.1", listener.getsockname()[1], "secret"), timeout_s=5)
+        thread.join()
+
+
+@pytest.mark.parametrize(("slot", "step", "offset", "count"), [(0, 1, 1990, 100), (0, 1, -1, 4), (0, 2, 0, 4),
+                                                               (9, 1, 0, 4), (-1, 1, 0, 4)])
+def test_only_what_is_there_is_given(hosts: list[HostCopies], slot: int, step: int, offset: int, count: int):
+    copy(hosts[0], 1)
+    with closing(CopyReader(address_of(hosts[0]), timeout_s=5)) as reader:
+        with pytest.raises(ConnectionError, match="no more"):
+            reader.read_into(slot, step, offset, memoryview(bytearray(count)))
+        buffer = bytearray(4)
+        reader.read_into(0, 1, 0, memoryview(buffer))
+        assert buffer == bytes([1, 0, 1, 0]) and reader.extent(0, 1) == (2000, 2011)
+        with pytest.raises(ConnectionError, match="no copy"):
+            reader.extent(0, 9)
+
+
+def test_strangers_that_say_nothing_keep_no_host_out(hosts: list[HostCopies]):
+    copy(hosts[0], 1)
+    strangers = [socket.create_connection(("127.0.0.1", hosts[0].address.port)) for _ in range(80)]
+    with closing(CopyReader(address_of(hosts[0]), timeout_s=5)) as reader:
+        assert reader.offered() == 1
+    for each in strangers:
+        each.close()

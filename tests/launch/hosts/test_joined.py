@@ -1,0 +1,163 @@
+"""Ranks that meet at a launcher's address: what is said when they can't."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from paceline.base.errors import ClusterError, PeerLost, UsageError
+from paceline.launch.hosts import tls
+from paceline.launch.hosts.environment import Environment
+from paceline.launch.hosts.launcher_rank import agree, join
+from paceline.launch.local.launcher import Launcher
+from paceline.launch.process.fault_policy import FaultPolicy
+from paceline.ray.node_ranks import TrainingGreeting
+
+
+def _environment(port: int, *, launcher: str = "torchrun", rank: int = 0) -> Environment:
+    return Environment(launcher, rank, 2, rank, 2, "127.0.0.1", port)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port at which something listens that knows nothing of ranks and hangs up on whoever comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    """As torchrun sets them."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(taken))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "Slurm"])
+def test_a_port_in_use(launcher: str, taken: int):
+    """Rank 0 says which, and what to set."""
+    with pytest.raises(ClusterError, match=rf"MASTER_PORT={taken}, where the ranks meet, is in use(.|\n)*hint: MASTER"):
+        join(_environment(taken, launcher=launcher), timeout_s=2)
+
+
+def test_nobody_is_there():
+    """A rank that finds nobody says where it looked."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerLost, match=rf"rank 1 can't meet the 2 ranks of this run at 127.0.0.1:{port}"):
+        join(_environment(port, launcher="Slurm", rank=1), timeout_s=1)
+
+
+def test_others_do_not_come(monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 does not wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerLost, match="rank 0 can't meet the 2 ranks"):
+        join(_environment(port, launcher="Slurm"), timeout_s=1)
+
+
+def _agreed(make: Callable[[], str], *, timeout_s: float) -> str:
+    """What rank 1 learns of what rank 0 makes."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(agree, store, _environment(1, rank=1), "key", make, timeout_s=timeout_s)
+        agree(store, _environment(1), "key", make, timeout_s=timeout_s)
+        return other.result(timeout=60)
+
+
+def test_rank_0_may_take_longer_than_a_rank_may_hang():
+    """It gives signs of life meanwhile."""
+    def make() -> str:
+        time.sleep(1.8)
+        return "made"
+
+    assert _agreed(make, timeout_s=1.0) == "made"
+
+
+def test_a_rank_0_that_gives_no_sign_is_lost():
+    with pytest.raises(PeerLost, match=r"rank 1 has waited 0\.2 s for rank 0, which gave no sign of life"):
+        agree(dist.HashStore(), _environment(1, rank=1), "key", str, timeout_s=0.2)
+
+
+def test_what_rank_0_refuses_ends_the_others():
+    """They leave with the exit code of a refusal, and say nothing."""
+    def make() -> str:
+        raise ClusterError("refused")
+
+    store = dist.HashStore()
+    with pytest.raises(ClusterError, match="refused"):
+        agree(store, _environment(1), "key", make, timeout_s=1)
+    with pytest.raises(SystemExit) as left:
+        agree(store, _environment(1, rank=1), "key", make, timeout_s=1)
+    assert left.value.code == 2
+
+
+APART, TOGETHER = FaultPolicy(uses_process_group=False), FaultPolicy()
+
+
+def _request_tls(monkeypatch: pytest.MonkeyPatch, *, secret: str | None = "s" * 64, text: str = "1") -> None:
+    monkeypatch.setenv("PACELINE_TLS", text)
+    monkeypatch.delenv("PACELINE_SECRET", raising=False)
+    if secret:
+        monkeypatch.setenv("PACELINE_SECRET", secret)
+
+
+def _host_of(local_world_size: int) -> Environment:
+    return Environment("torchrun", 0, 3, 0, local_world_size, "127.0.0.1", 1)
+
+
+def test_connections_are_encrypted_between_hosts_alone(monkeypatch: pytest.MonkeyPatch):
+    _request_tls(monkeypatch)
+    assert tls.is_used(_host_of(1), APART)
+    assert not tls.is_used(_host_of(3), TOGETHER)
+    _request_tls(monkeypatch, text="0")
+    assert not tls.is_used(_host_of(1), TOGETHER)
+
+
+def test_a_host_that_others_may_join_counts_as_several(monkeypatch: pytest.MonkeyPatch):
+    """The run that begins alone is refused, and not when another host comes."""
+    _request_tls(monkeypatch)
+    monkeypatch.setattr("paceline.launch.process.host_context.this_rank", lambda: object())
+    assert tls.is_used(_host_of(3), APART)
+    with pytest.raises(UsageError, match="gloo or NCCL"):
+        tls.is_used(_host_of(3), TOGETHER)
+
+
+@pytest.mark.parametrize(("secret", "fault_policy", "why"), [
+    ("s" * 64, TOGETHER, r"gloo or NCCL here, which encrypt nothing(.|\n)*server=S(.|\n)*WireGuard"),
+    (None, APART, r"no PACELINE_SECRET: whoever reaches (.|\n)*openssl rand -hex 32"),
+])
+def test_encryption_that_is_asked_for_and_can_not_be_had(monkeypatch: pytest.MonkeyPatch, secret: str | None,
+                                                         fault_policy: FaultPolicy, why: str):
+    """The run is refused before ranks meet, and never goes on without."""
+    _request_tls(monkeypatch, secret=secret)
+    with pytest.raises(UsageError, match=why):
+        Launcher(_host_of(1), [], timeout_s=1, fault_policy=fault_policy)
+
+
+def test_a_node_that_was_not_told_to_encrypt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ray's nodes have an environment of their own."""
+    files: Any = SimpleNamespace(check=lambda: None)
+    greeting = TrainingGreeting(files, str(tmp_path), encrypts=True)
+    monkeypatch.delenv("PACELINE_TLS", raising=False)
+    with pytest.raises(UsageError, match=r"PACELINE_TLS=1 is set where the command runs, and not on this node"):
+        greeting.check()
+    _request_tls(monkeypatch)
+    greeting.check()

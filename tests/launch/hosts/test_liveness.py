@@ -1,0 +1,352 @@
+"""Ranks that a launcher started hear at once of one that dies, also where no collective tells them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.base.errors import OutOfMemory, PeerLost, Preempted
+from paceline.cluster.cluster import Cluster
+from paceline.launch.hosts import launcher_rank as joined
+from paceline.launch.hosts import liveness
+from paceline.launch.hosts.environment import Environment
+from paceline.launch.hosts.liveness import Hub, Spoke
+from paceline.launch.process import watchdog
+
+pytestmark = pytest.mark.timeout(90)
+
+SECRET = b"the secret of a run"
+
+
+# --- The connections ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    opened = Hub(secret=SECRET)
+    yield opened
+    with suppress(OSError):
+        opened.close(farewell=True)
+
+
+@pytest.fixture
+def join(hub: Hub) -> Iterator[Callable[[int], Spoke]]:
+    """Spokes of ranks, once the hub knows them."""
+    spokes: list[Spoke] = []
+
+    def joined(rank: int) -> Spoke:
+        spokes.append(Spoke(rank, ("127.0.0.1", hub.port), secret=SECRET))
+        wait_until(lambda: rank in hub._members)
+        return spokes[-1]
+
+    yield joined
+    for spoke in spokes:
+        spoke.close(farewell=True)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited 10 s in vain"
+        time.sleep(0.01)
+
+
+def test_all_hear_of_a_rank_that_ends_without_a_farewell(hub: Hub, join: Any):
+    first, second, third = map(join, (1, 2, 3))
+    second.close(farewell=False)
+    wait_until(lambda: hub.lost == first.lost == third.lost == [2])
+
+
+def test_who_joins_later_hears_of_it_too(hub: Hub, join: Any):
+    join(1).close(farewell=False)
+    wait_until(lambda: hub.lost == [1])
+    late = join(2)
+    wait_until(lambda: late.lost == [1])
+
+
+def test_a_rank_that_is_done_is_not_lost(hub: Hub, join: Any):
+    first, second = map(join, (1, 2))
+    second.close(farewell=True)
+    wait_until(lambda: 2 not in hub._members)
+    hub.close(farewell=True)
+    first._thread.join(60)
+    assert hub.lost == first.lost == []
+
+
+def test_rank_0_is_lost(hub: Hub, join: Any):
+    first = join(1)
+    hub.close(farewell=False)
+    wait_until(lambda: first.lost == [0])
+
+
+@given(data=st.binary(max_size=64), is_one_by_one=st.booleans())
+def test_strangers_are_no_ranks(data: bytes, is_one_by_one: bool):
+    """Who doesn't know the secret is neither a member nor, when it goes, a loss."""
+    with closing(_Closing(Hub(secret=SECRET))) as opened:
+        hub = opened.hub
+        member = Spoke(1, ("127.0.0.1", hub.port), secret=SECRET)
+        with socket.create_connection(("127.0.0.1", hub.port), timeout=5) as stranger, suppress(OSError):
+            assert len(stranger.recv(16)) == 16
+            for part in struct.unpack(f"{len(data)}c", data) if is_one_by_one else [data]:
+                stranger.sendall(part)
+        wait_until(lambda: hub._members.keys() == {1})
+        member.close(farewell=True)
+        assert hub.lost == []
+
+
+def test_strangers_that_say_nothing_keep_no_rank_out(hub: Hub, join: Any):
+    """They have so many places and no more, and a rank always finds one."""
+    with ExitStack() as strangers:
+        for _ in range(150):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", hub.port), timeout=5))
+        member = join(1)
+        wait_until(lambda: len(hub._unproven) == 63)  # the rank's place is free again
+        assert hub._members.keys() == {1}
+    wait_until(lambda: not len(hub._unproven))
+    assert hub.lost == [] and member.lost == []
+
+
+def test_rank_0_proves_itself_too():
+    """Whoever has its port and not the secret is no rank 0."""
+    with closing(_Closing(Hub(secret=b"another"))) as opened, pytest.raises(ConnectionError):
+        Spoke(1, ("127.0.0.1", opened.hub.port), secret=SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
+        def answers() -> None:
+            with impostor.accept()[0] as sock:
+                sock.sendall(bytes(16))
+                sock.recv(100)
+                sock.sendall(struct.pack(">i", -2) + bytes(32))
+                sock.recv(1)
+
+        pool.submit(answers)
+        with pytest.raises(ConnectionError, match="not signed by the other rank"):
+            Spoke(1, impostor.getsockname(), secret=SECRET)
+
+
+WORD_BYTES = 4 + 32
+
+
+@pytest.mark.parametrize("change", [
+    lambda words: words[:WORD_BYTES] * 2,  # one that is repeated
+    lambda words: words[WORD_BYTES:],  # left out
+    lambda words: struct.pack(">i", -1) + words[4:WORD_BYTES],  # changed
+])
+def test_who_is_between_two_can_only_part_them(change: Callable[[bytes], bytes]):
+    hub, peer = socket.socketpair()
+    with hub, peer:
+        peer.setblocking(False)
+        says, hears = (liveness._Link(sock, b"key", is_hub=is_hub) for sock, is_hub in ((hub, True), (peer, False)))
+        for number in (5, 6):
+            says.say(number)
+        says.sock.sendall(change(peer.recv(1000)))
+        with pytest.raises(ConnectionError, match="not signed"):
+            assert hears.next() == 5
+            hears.next()
+        peer.sendall(liveness._NUMBER.pack(5) + says._proof(b"hub", 0, liveness._NUMBER.pack(5)))
+        with pytest.raises(ConnectionError, match="not signed"):  # its own word, sent back
+            says.hear()
+
+
+class _Closing:
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+
+    def close(self) -> None:
+        self.hub.close(farewell=True)
+
+
+# --- Ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """`start_ranks(n, body)` runs `body(context)` as n ranks of a Slurm step, processes that nobody looks after."""
+    for module, name in ((watchdog, "_ANSWER_S"), (watchdog, "_STORE_S"), (joined, "_HEARD_S"), (joined, "_LEAVE_S")):
+        monkeypatch.setattr(module, name, 1.0)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    device = Cluster.local("cpu:0").devices[0]
+
+    def start(count: int, body: Callable[[Any], Any], *, timeout_s: float = 60.0) -> list[Any]:
+        def rank(number: int) -> None:
+            environment = Environment("Slurm", number, count, number, count, "127.0.0.1", port)
+            store = joined.join(environment, timeout_s=30)
+            joined.run_joined(body, environment, device, store=store, attempt="first", run_dir=None,
+                              timeout_s=timeout_s)
+
+        return [start_child(lambda number=number: rank(number)) for number in range(count)]
+
+    return start
+
+
+def in_a_collective_of_nccl() -> None:
+    """The main thread is in C and comes back from nothing that happens to other ranks."""
+    ctypes.CDLL(None).pause()
+
+
+def body_of(misbehave: dict[int, Callable[[], Any]]) -> Callable[[Any], None]:
+    """Two steps with gloo, in the third of which these ranks misbehave while the others wait as NCCL lets them."""
+    def body(context: Any) -> None:
+        for context.step in (1, 2):
+            context.beat("reduce")
+            dist.all_reduce(torch.ones(1))
+        context.step = 3
+        context.beat("reduce")
+        misbehave.get(context.rank, in_a_collective_of_nccl)()
+
+    return body
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_others_end_when_a_rank_is_killed(start_ranks: Any, culprit: int):
+    """Long before the timeout, with the exit code of a lost peer and its name. Rank 0 takes the store with it."""
+    ranks = start_ranks(3, body_of({culprit: die}), timeout_s=600.0)
+    codes = [rank.exit_code(30) for rank in ranks]
+    assert codes == [-signal.SIGKILL if number == culprit else PeerLost.exit_code for number in range(3)]
+    stderr_text = "".join(rank.stderr for rank in ranks)
+    assert (f"rank {culprit} is gone: its process or its host ended while this rank was in step 3 (reduce)"
+            in stderr_text)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_others_end_when_a_rank_is_stopped(start_ranks: Any, culprit: int):
+    """After the timeout: it might go on before."""
+    ranks = start_ranks(3, body_of({culprit: stop}), timeout_s=3.0)
+    others = [rank for number, rank in enumerate(ranks) if number != culprit]
+    assert [rank.exit_code(40) for rank in others] == [PeerLost.exit_code] * 2
+    assert f"rank {culprit} gave no sign of life for 3 s" in "".join(rank.stderr for rank in others)
+
+
+def test_others_end_when_one_is_stopped_and_another_killed(start_ranks: Any):
+    ranks = start_ranks(4, body_of({1: stop, 3: die}), timeout_s=600.0)
+    assert [ranks[number].exit_code(30) for number in (0, 2)] == [PeerLost.exit_code] * 2
+    assert "rank 3 is gone" in ranks[0].stderr + ranks[2].stderr
+
+
+def test_forks_of_a_rank_do_not_hide_its_death(start_ranks: Any):
+    """A loader's workers outlive their rank for some seconds, with all that they inherited."""
+    def die_before_a_fork() -> None:
+        if os.fork():
+            die()
+        time.sleep(45)
+        os._exit(0)
+
+    ranks = start_ranks(3, body_of({2: die_before_a_fork}), timeout_s=600.0)
+    assert [ranks[number].exit_code(30) for number in (0, 1)] == [PeerLost.exit_code] * 2
+
+
+def test_others_end_when_a_rank_fails(start_ranks: Any):
+    """It says why, and they need not."""
+    def fail() -> None:
+        raise MemoryError("CUDA out of memory")
+
+    ranks = start_ranks(3, body_of({1: fail}), timeout_s=600.0)
+    assert ranks[1].exit_code(30) == OutOfMemory.exit_code
+    assert [ranks[number].exit_code(30) for number in (0, 2)] == [PeerLost.exit_code] * 2
+    assert "out of memory" in ranks[1].stderr and not ranks[0].stderr and not ranks[2].stderr
+
+
+def test_who_leaves_as_it_should_ends_nobody(start_ranks: Any):
+    """One is done and one was asked to stop; the others have still something to write."""
+    def be_asked_to_stop() -> None:
+        raise Preempted("asked to stop")
+
+    ranks = start_ranks(3, body_of({0: lambda: time.sleep(5), 1: be_asked_to_stop, 2: lambda: None}))
+    assert [rank.exit_code(30) for rank in ranks] == [0, Preempted.exit_code, 0]
+
+
+def test_a_hub_that_can_not_be_reached_is_told(start_ranks: Any, monkeypatch: pytest.MonkeyPatch):
+    """The run goes on, and notices deaths later."""
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ConnectionRefusedError("no")
+
+    monkeypatch.setattr(joined, "Spoke", refuse)
+    ranks = start_ranks(2, body_of({0: lambda: None, 1: lambda: None}))
+    assert [rank.exit_code(30) for rank in ranks] == [0, 0]
+    assert "rank 1 can't reach rank 0" in ranks[1].stderr and "after --patience 60 s" in ranks[1].stderr
+
+
+@pytest.mark.parametrize("patience_s", [1.0, 2.0, 4.0, 5.0, 9.0, 10.0, 37.5, 60.0, 300.0])
+def test_a_dead_host_is_given_up(patience_s: float):
+    """Its kernel is asked for signs of life, and within the patience."""
+    if not hasattr(socket, "TCP_KEEPCNT"):
+        pytest.skip("needs a system with TCP_KEEPCNT, such as Linux")
+    with socket.socket() as sock:
+        liveness._watch_host(sock, liveness.silence_s(patience_s))
+        idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in (
+            "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"))
+        assert abs(idle + interval * count - min(60, max(2, patience_s))) <= 1.5, (idle, interval, count)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_silent_host_is_told_apart_from_a_process_that_ended(hub: Hub, join: Any):
+    join(1)._sock.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: hub.lost == [1])
+    assert hub.unreachable == []
+    assert [liveness._is_silence(error) for error in (
+        ConnectionResetError(), TimeoutError(), OSError(113, "No route to host"))] == [False, True, True]
+
+
+JOB = """
+import os, signal, torch, paceline as pl
+from torch.utils.data import TensorDataset
+
+def job(dies: int = -1):
+    calls = []
+    def loss(output, target):
+        calls.append(None)
+        if len(calls) == 20 and int(os.environ["SLURM_PROCID"]) == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.nn.functional.mse_loss(output, target)
+    return pl.Job(model=lambda: torch.nn.Linear(4, 4), data=TensorDataset(torch.zeros(48, 4), torch.zeros(48, 4)),
+                  loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=12, epochs=10)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [-1, 0, 2])
+def test_runs_of_users_in_slurm(tmp_path: Path, dies: int):
+    """`paceline train` as srun starts it, over gloo, where a rank is killed in the middle of training, or none is."""
+    (tmp_path / "job.py").write_text(JOB)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3",
+             "SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "paceline", "train", str(tmp_path / "job.py"), "--plan", "data=3", "--run",
+               str(tmp_path / "run"), "--check", "no", "--set", f"dies={dies}"]
+    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={
+        **os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "OMP_NUM_THREADS": "1"})
+        for rank in range(3)]
+    stderr_texts = [rank.communicate(timeout=200)[1] for rank in ranks]
+    good = 0 if dies < 0 else PeerLost.exit_code
+    assert [rank.returncode for rank in ranks] == [
+        -signal.SIGKILL if rank == dies else good for rank in range(3)], stderr_texts
+    assert dies < 0 or f"rank {dies} is gone" in "".join(stderr_texts)
